@@ -1,0 +1,238 @@
+"""A private fine-tune as data: streams, and the schedule that executes and prices them.
+
+The trainer executes a `Schedule`, the accountant prices its `event()`, the statement prints it. Sampling
+rate, noise, clipping bound and steps are written down nowhere else. This module knows names and numbers
+only; `finetune` binds the names to tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from confide.errors import PrivacyError
+from confide.privacy.events import Composed, PoissonGaussian
+
+Adjacency = Literal["add-or-remove-one", "replace-one"]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The (ε, δ) that the released weights may spend."""
+
+    epsilon: float
+    delta: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.epsilon) and self.epsilon > 0):
+            raise PrivacyError(f"epsilon must be a positive number, not {self.epsilon}")
+        if not 0 < self.delta < 1:
+            raise PrivacyError(
+                f"delta must lie between 0 and 1 (below 1/n to mean anything), not {self.delta}"
+            )
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """How one unit's gradient is bounded.
+
+    Attributes:
+        rule: `flat` scales a gradient longer than `bound` down to it; `normalised` maps every gradient g
+            to bound·g/(‖g‖ + stability) (AUTO-S, Bu et al. 2023). Either way a unit contributes a vector of
+            norm at most `bound` to the sum.
+        bound: C, in gradient units.
+        stability: γ of `normalised`; unused by `flat`.
+    """
+
+    rule: Literal["flat", "normalised"]
+    bound: float
+    stability: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.bound) and self.bound > 0):
+            raise PrivacyError(f"the clipping bound must be a positive number, not {self.bound}")
+        if not (math.isfinite(self.stability) and self.stability > 0):
+            raise PrivacyError(f"the clipping stability must be a positive number, not {self.stability}")
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters of a stream that share a learning rate.
+
+    Attributes:
+        name: `encoder` or `head`.
+        parameters: names as in `model.named_parameters()`.
+        learning_rate: at the first step.
+        anchored: whether the stream's anchor acts here. Heads have no w₀, hence no anchor.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    learning_rate: float
+    anchored: bool
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A set of parameters trained by one noisy mechanism.
+
+    Attributes:
+        name: unique in the schedule; addresses the stream's noise.
+        groups: the parameters it owns, with their rates.
+        steps: planned number of steps; what is charged, whether or not all are run.
+        draw: which Poisson draw it reads; streams that name the same draw share a minibatch.
+        sampling_rate: public Poisson rate q; batch sizes are binomial, never fixed.
+        clipping: the bound on one unit's contribution to the sum.
+        noise_multiplier: σ; the noise on the sum has standard deviation σ·C. 0 trains without privacy.
+        denominator: public number that divides the noisy sum (the expected batch), never a realised count.
+        ascent: where the gradient is taken. `none`: at the weights. `paired`: a noisy gradient on the
+            same minibatch first moves the weights by `ascent_radius` along its direction (DP-Merging,
+            equations 5 and 6). `fresh`: the same on an own draw. `lagged`: along the previous step's noisy
+            gradient, which costs nothing (DP-SAT); its step 0 has no ascent.
+        ascent_radius: ρ, a length in weight space.
+        ascent_noise: noise multiplier of the ascent query (`paired`, `fresh`); only its direction is
+            used, so it may carry more noise than the descent.
+        anchor: strength λ of the pull towards the base weights w₀; 0 for none.
+        anchor_form: `coupled` adds 2λ(w − w₀) to the noisy gradient before the optimizer (DP-Merging,
+            equation 7); `decoupled` moves w by −rate·2λ(w − w₀) beside the optimizer.
+        optimizer: rule applied to the noisy gradient.
+        weight_decay: decoupled decay towards 0; must be 0 beside an anchor, which pulls to w₀.
+    """
+
+    name: str
+    groups: tuple[ParameterGroup, ...]
+    steps: int
+    draw: str
+    sampling_rate: float
+    clipping: Clipping
+    noise_multiplier: float
+    denominator: float
+    ascent: Literal["none", "paired", "fresh", "lagged"] = "none"
+    ascent_radius: float = 0.0
+    ascent_noise: float | None = None
+    anchor: float = 0.0
+    anchor_form: Literal["coupled", "decoupled"] = "coupled"
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        where = f"stream {self.name!r}"
+        if not self.parameters:
+            raise PrivacyError(f"{where} trains no parameter")
+        if len(set(self.parameters)) != len(self.parameters):
+            raise PrivacyError(f"{where} names a parameter twice")
+        if self.steps < 1:
+            raise PrivacyError(f"{where}: steps must be at least 1, not {self.steps}")
+        if not 0 < self.sampling_rate <= 1:
+            raise PrivacyError(f"{where}: sampling rate must be in (0, 1], not {self.sampling_rate}")
+        if not (math.isfinite(self.denominator) and self.denominator > 0):
+            raise PrivacyError(f"{where}: the denominator must be a positive number, not {self.denominator}")
+        if not (math.isfinite(self.noise_multiplier) and self.noise_multiplier >= 0):
+            raise PrivacyError(f"{where}: bad noise multiplier {self.noise_multiplier}")
+        queries_ascent = self.ascent in ("paired", "fresh")
+        if queries_ascent != (self.ascent_noise is not None):
+            raise PrivacyError(
+                f"{where}: ascent_noise belongs to ascent `paired` or `fresh`, and only to them"
+            )
+        if (self.ascent != "none") != (self.ascent_radius > 0):
+            raise PrivacyError(f"{where}: an ascent needs a positive radius, and a radius an ascent")
+        if self.anchor < 0 or self.weight_decay < 0:
+            raise PrivacyError(f"{where}: anchor and weight decay must not be negative")
+        if self.anchor and self.weight_decay:
+            raise PrivacyError(f"{where}: weight decay pulls to 0, an anchor to the base; choose one")
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of every parameter the stream owns."""
+        return tuple(name for group in self.groups for name in group.parameters)
+
+    @property
+    def ascent_draw(self) -> str:
+        """The draw that the ascent query reads."""
+        return f"{self.name}/ascent" if self.ascent == "fresh" else self.draw
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The ordered list of streams of one fine-tune: the object that trains is the object that is charged.
+
+    Streams on one draw step together on the same minibatch; the others alternate in order.
+
+    Attributes:
+        streams: in order of execution within a step.
+        unit: what the claim protects: `record`, or the name of a column whose values are the units.
+        adjacency: which data sets are neighbours.
+    """
+
+    streams: tuple[Stream, ...]
+    unit: str = "record"
+    adjacency: Adjacency = "add-or-remove-one"
+
+    def __post_init__(self) -> None:
+        if not self.streams:
+            raise PrivacyError("a schedule needs at least one stream")
+        names = [stream.name for stream in self.streams]
+        if len(set(names)) != len(names):
+            raise PrivacyError(f"two streams have the same name: {names}")
+        owner: dict[str, str] = {}
+        rates: dict[str, float] = {}
+        for stream in self.streams:
+            for parameter in stream.parameters:
+                if parameter in owner:
+                    raise PrivacyError(
+                        f"{parameter} belongs to streams {owner[parameter]!r} and {stream.name!r}"
+                    )
+                owner[parameter] = stream.name
+            if rates.setdefault(stream.draw, stream.sampling_rate) != stream.sampling_rate:
+                raise PrivacyError(f"streams on draw {stream.draw!r} state different sampling rates")
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of every trained parameter."""
+        return tuple(name for stream in self.streams for name in stream.parameters)
+
+    @property
+    def private(self) -> bool:
+        """Whether every query carries noise."""
+        return all(
+            s.noise_multiplier > 0 and (s.ascent_noise is None or s.ascent_noise > 0) for s in self.streams
+        )
+
+    def event(self) -> Composed:
+        """What the whole schedule reveals about the records.
+
+        Queries on one draw are one event whose noise combines before subsampling; different draws
+        compose. A draw whose streams run for different numbers of steps is priced in segments.
+        """
+        queries: dict[str, list[tuple[int, float]]] = {}
+        rates: dict[str, float] = {}
+        for stream in self.streams:
+            if stream.ascent_noise is not None:
+                queries.setdefault(stream.ascent_draw, []).append((stream.steps, stream.ascent_noise))
+                rates[stream.ascent_draw] = stream.sampling_rate
+            queries.setdefault(stream.draw, []).append((stream.steps, stream.noise_multiplier))
+            rates[stream.draw] = stream.sampling_rate
+        events: list[PoissonGaussian] = []
+        for draw, planned in queries.items():
+            done = 0
+            for end in sorted({steps for steps, _ in planned}):
+                sigmas = tuple(sigma for steps, sigma in planned if steps >= end)
+                events.append(PoissonGaussian(rates[draw], sigmas, end - done))
+                done = end
+        return Composed(tuple(events))
+
+    def with_noise(self, factor: float) -> Schedule:
+        """The same schedule with every noise multiplier, ascents included, multiplied by `factor`."""
+        return dataclasses.replace(
+            self,
+            streams=tuple(
+                dataclasses.replace(
+                    stream,
+                    noise_multiplier=stream.noise_multiplier * factor,
+                    ascent_noise=None if stream.ascent_noise is None else stream.ascent_noise * factor,
+                )
+                for stream in self.streams
+            ),
+        )
