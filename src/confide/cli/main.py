@@ -1,0 +1,48 @@
+"""The `confide` command. Each command has a file of its own and imports what is heavy when it runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+from confide.cli import privacy
+from confide.errors import ConfideError
+
+app = typer.Typer(
+    name="confide",
+    help="Fine-tune transformers under differential privacy, merge the releases, and carry the claim along.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(privacy.app, name="privacy")
+
+
+@app.callback()
+def options(
+    debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error."),
+) -> None:
+    """Options before the command."""
+    if debug:
+        os.environ["CONFIDE_DEBUG"] = "1"
+
+
+def main() -> None:
+    """Run the command line; an error is one message on stderr and exit code 2, Ctrl-C is 130."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        app()
+    except ConfideError as error:
+        if os.environ.get("CONFIDE_DEBUG"):
+            raise
+        print(f"confide: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("confide: interrupted; nothing was released", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
