@@ -45,4 +45,6 @@ def logits(forward: Forward, encoded: Encoded, batch_tokens: int = 8192) -> npt.
 
 def predict(forward: Forward, encoded: Encoded, batch_tokens: int = 8192) -> npt.NDArray[np.int64]:
     """(n,) most likely class of every row; arguments and errors as in `logits`."""
-    return np.argmax(logits(forward, encoded, batch_tokens), axis=1).astype(np.int64)
+    values: npt.NDArray[np.float32] = logits(forward, encoded, batch_tokens)
+    largest: npt.NDArray[np.int64] = values.argmax(axis=1).astype(np.int64)
+    return largest

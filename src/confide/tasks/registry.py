@@ -28,6 +28,6 @@ def load(name: str) -> TaskData:
     """
     if name not in TASKS:
         near = get_close_matches(name, TASKS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f"; did you mean {near[0]!r}?" if near else "."
         raise DataError(f"there is no task {name!r}{hint} Tasks: {', '.join(TASKS)}")
     return TASKS[name]()
