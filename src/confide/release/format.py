@@ -54,7 +54,8 @@ class ReleaseInfo(BaseModel):
 
     Attributes:
         kind: one task's whole classifier, or a merged encoder with several heads.
-        encoder_prefix: what the whole classifier puts before the plain encoder's tensor names (`bert.`).
+        encoder_prefix: what the whole classifier puts before the plain encoder's tensor names (`bert.`);
+            a merge keeps its inputs', so that a head can be put back.
         heads: one for a model, one per task for a merge.
     """
 
@@ -64,6 +65,11 @@ class ReleaseInfo(BaseModel):
     heads: tuple[Head, ...]
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @property
+    def weights_prefix(self) -> str:
+        """What stands before the encoder's names in this folder's own weights; a merge holds it plain."""
+        return self.encoder_prefix if self.kind == "model" else ""
 
     def head(self, task: str) -> Head:
         """The head of one task.

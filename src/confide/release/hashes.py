@@ -1,0 +1,63 @@
+"""Content hashes: the same weights have the same hash, whoever saved them and under whichever names."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection
+from pathlib import Path
+
+from confide.errors import ReleaseError
+from confide.release.names import encoder_prefix, encoder_tensors, model_type
+from confide.release.tensors import Checkpoint
+
+
+def file_hash(path: Path) -> str:
+    """SHA-256 of a file's bytes, as `sha256:…`.
+
+    Raises:
+        ReleaseError: the file can't be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            return "sha256:" + hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ReleaseError(f"can't read {path}: {error.strerror or error}") from error
+
+
+def encoder_hash(checkpoint: Checkpoint, prefix: str, heads: Collection[str] = ()) -> str:
+    """Hash of an encoder's content: canonical names, dtypes, shapes and values; heads excluded.
+
+    Each tensor is hashed by itself and the combination is over the sorted names, so neither sharding nor
+    order matters. Which tensors count, and which old buffers don't: `names.encoder_tensors`.
+
+    Args:
+        checkpoint: plain encoder or whole classifier.
+        prefix: what stands before the encoder's names in it.
+        heads: names of tensors that are no part of the encoder.
+
+    Returns:
+        `sha256:…`
+    """
+    total = hashlib.sha256(b"confide.encoder/1\n")
+    for name, stored in encoder_tensors(checkpoint, prefix, heads).items():
+        about = json.dumps([name, checkpoint.dtype(stored), list(checkpoint.shape(stored))])
+        content = hashlib.sha256(checkpoint.raw(stored)).hexdigest()
+        total.update(f"{about} {content}\n".encode())
+    return "sha256:" + total.hexdigest()
+
+
+def base_hash(folder: Path, prefix: str | None = None) -> str:
+    """Hash of the encoder in a Hugging Face folder: the public base w₀, or any model built on one.
+
+    Args:
+        folder: config.json and safetensors weights.
+        prefix: what stands before the encoder's names; found from `model_type` if None.
+
+    Raises:
+        ModelError: no readable weights, or a family whose encoder can't be told from its head.
+    """
+    checkpoint = Checkpoint.open(Path(folder))
+    if prefix is None:
+        prefix = encoder_prefix(checkpoint, model_type(Path(folder)))
+    return encoder_hash(checkpoint, prefix)

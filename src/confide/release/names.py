@@ -1,0 +1,115 @@
+"""Which tensors of a checkpoint are the encoder, and what the plain encoder class calls them.
+
+The same encoder is saved in several forms: alone (`encoder.layer.0…`), inside a classifier
+(`bert.encoder.layer.0…` beside `classifier.weight`), by old versions with other names. All are read under one
+canonical set of names.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from confide.errors import ModelError
+from confide.release.tensors import Checkpoint
+
+PREFIXES: Mapping[str, str] = {
+    "albert": "albert.",
+    "bert": "bert.",
+    "camembert": "roberta.",
+    "deberta": "deberta.",
+    "deberta-v2": "deberta.",
+    "distilbert": "distilbert.",
+    "electra": "electra.",
+    "modernbert": "model.",
+    "mpnet": "mpnet.",
+    "roberta": "roberta.",
+    "xlm-roberta": "roberta.",
+}
+"""What a classifier of each `model_type` puts before its encoder's names (base_model_prefix)."""
+
+_RENAMED = (
+    (re.compile(r"LayerNorm\.gamma$"), "LayerNorm.weight"),
+    (re.compile(r"LayerNorm\.beta$"), "LayerNorm.bias"),
+)
+_CONSTANT_BUFFERS = ("position_ids", "token_type_ids")
+
+
+def model_type(folder: Path) -> str:
+    """The `model_type` of a model folder's config.json.
+
+    Raises:
+        ModelError: no config.json, or one that doesn't say.
+    """
+    file = Path(folder) / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        return str(config["model_type"])
+    except FileNotFoundError:
+        raise ModelError(f"{folder} is not a model folder: it has no config.json") from None
+    except (ValueError, KeyError, TypeError):
+        raise ModelError(f"{file} can't be read, or names no model_type") from None
+
+
+def encoder_prefix(checkpoint: Checkpoint, family: str) -> str:
+    """What stands before the encoder's names in a checkpoint; empty if it holds the plain encoder.
+
+    Args:
+        checkpoint: of a plain encoder, or of any model built on one.
+        family: its `model_type`.
+
+    Raises:
+        ModelError: a family whose prefix isn't known here.
+    """
+    if family not in PREFIXES:
+        raise ModelError(
+            f"{checkpoint.path}: model_type {family!r} isn't one whose encoder can be told from its head; "
+            f"known: {', '.join(sorted(PREFIXES))}"
+        )
+    prefix = PREFIXES[family]
+    return prefix if any(name.startswith(prefix) for name in checkpoint.names) else ""
+
+
+def encoder_tensors(checkpoint: Checkpoint, prefix: str, heads: Collection[str] = ()) -> dict[str, str]:
+    """Canonical name → name in the checkpoint, for every tensor of the encoder, in canonical order.
+
+    With a prefix, whatever doesn't begin with it is a head; without one, everything is the encoder but
+    `heads`. The pooler is the encoder's. Left out are buffers that hold nothing but a constant of the
+    architecture (`embeddings.position_ids` = 0, 1, 2, …; `token_type_ids` = 0): old versions of
+    transformers saved them and new ones don't, so they would make two copies of one base look different.
+    A buffer of that name with any other content is kept.
+
+    Raises:
+        ModelError: two tensors with one canonical name, or no encoder at all.
+    """
+    found: dict[str, str] = {}
+    for stored in checkpoint.names:
+        if stored in heads or not stored.startswith(prefix) or _is_constant(checkpoint, stored):
+            continue
+        name = canonical(stored.removeprefix(prefix))
+        if name in found:
+            raise ModelError(f"{checkpoint.path}: tensors {found[name]} and {stored} are the same parameter")
+        found[name] = stored
+    if not found:
+        raise ModelError(
+            f"{checkpoint.path} holds no tensor of an encoder (names that begin with {prefix!r})"
+        )
+    return dict(sorted(found.items()))
+
+
+def canonical(name: str) -> str:
+    """Today's name of an encoder tensor; LayerNorm's `gamma` and `beta` are the names TensorFlow gave."""
+    for old, new in _RENAMED:
+        name = old.sub(new, name)
+    return name
+
+
+def _is_constant(checkpoint: Checkpoint, name: str) -> bool:
+    if name.rsplit(".", 1)[-1] not in _CONSTANT_BUFFERS or checkpoint.dtype(name) not in ("I64", "I32"):
+        return False
+    values = checkpoint.stored(name)
+    return not values.any() or bool(np.array_equal(values, np.arange(len(values))))
