@@ -1,0 +1,41 @@
+"""From squared norms to the factor that bounds a unit's contribution."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from confide.privacy.streams import Clipping
+
+# Sums of up to a million float64 terms are exact to this relative error (Higham 2002, section 4.2).
+_FLOAT64_SUM = 2.0**-33
+
+
+def clip_factors(squares: Tensor, slack: Tensor, clipping: Clipping, dtype: torch.dtype) -> Tensor:
+    """Factor by which each unit's gradient enters the sum; its contribution never exceeds C.
+
+    Args:
+        squares: (units,) float64, computed squared norms.
+        slack: (units,) float64, proven bounds on how far the true squared norms lie above.
+        clipping: rule and bound C.
+        dtype: in which the gradients are scaled.
+
+    Returns:
+        (units,) float64; exactly 0 where the norm isn't finite, exactly 1 where `flat` doesn't clip.
+    """
+    norm = ((squares.clamp(min=0) + slack) * (1 + _FLOAT64_SUM)).sqrt()
+    # Scaling rounds once per value, and the factor itself once more.
+    shrink = 1 - 4 * torch.finfo(dtype).eps
+    match clipping.rule:
+        case "flat":
+            factor = torch.where(norm <= clipping.bound, 1.0, clipping.bound / norm * shrink)
+        case "normalised":
+            factor = clipping.bound / (norm + clipping.stability) * shrink
+    return torch.where(norm.isfinite(), factor, 0.0)
+
+
+def round_down(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert float64 `values` ≥ 0 to `dtype`, never upwards."""
+    rounded = values.to(dtype)
+    above = rounded.to(torch.float64) > values
+    return torch.where(above, torch.nextafter(rounded, torch.zeros_like(rounded)), rounded)

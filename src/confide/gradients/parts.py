@@ -1,0 +1,167 @@
+"""What a layer contributes to each unit's gradient, kept until the clip factors are known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from confide.gradients.clipping import round_down
+
+
+class Rows:
+    """Which row of a micro-batch belongs to which unit.
+
+    Attributes:
+        unit: (rows,) int64, each row's unit. Private.
+        units: number of units in the micro-batch.
+        share: (units,) float64, 1 / rows of the unit: a unit's gradient is the mean over its rows.
+    """
+
+    def __init__(self, unit: Tensor, units: int) -> None:
+        self.unit = unit
+        self.units = units
+        self.count = len(unit)
+        self._sizes = torch.bincount(unit, minlength=units)
+        self.share = 1.0 / self._sizes.clamp(min=1).to(torch.float64)
+        self.single = bool((self._sizes <= 1).all())
+        self._identity = self.count == units and bool((unit == torch.arange(units, device=unit.device)).all())
+
+    def sum(self, values: Tensor) -> Tensor:
+        """(rows, …) → (units, …), adding up the rows of a unit."""
+        if self._identity:
+            return values
+        return values.new_zeros((self.units, *values.shape[1:])).index_add_(0, self.unit, values)
+
+    def joined(self, values: Tensor) -> Tensor:
+        """(rows, S, p) → (units, m·S, p): the rows of a unit one after another, short units padded with 0."""
+        order = torch.argsort(self.unit, stable=True)
+        starts = self._sizes.cumsum(0) - self._sizes
+        slot = torch.arange(self.count, device=order.device) - starts[self.unit[order]]
+        longest = int(self._sizes.max())
+        room = values.new_zeros((self.units, longest, *values.shape[1:]))
+        room[self.unit[order], slot] = values[order]
+        return room.flatten(1, 2)
+
+
+class Sums:
+    """Running clipped sums, by parameter name, in float32 or wider."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._like = {
+            name: (value.shape, torch.promote_types(value.dtype, torch.float32), value.device)
+            for name, value in parameters.items()
+        }
+        self._values: dict[str, Tensor] = {}
+
+    def add(self, name: str, value: Tensor) -> None:
+        """Add a tensor of the parameter's shape."""
+        held = self._values.get(name)
+        shape, dtype, _ = self._like[name]
+        if held is None:
+            self._values[name] = value.reshape(shape).to(dtype)
+        else:
+            held.add_(value.reshape(shape))
+
+    def add_product(self, name: str, left: Tensor, right: Tensor) -> None:
+        """Add leftᵀ·right, of the parameter's shape."""
+        held = self._values.get(name)
+        if held is None:
+            self._values[name] = left.T @ right
+        else:
+            held.addmm_(left.T, right)
+
+    def add_at(self, name: str, index: Tensor, values: Tensor) -> None:
+        """Add values[i] to row index[i]."""
+        if name not in self._values:
+            shape, dtype, device = self._like[name]
+            self._values[name] = torch.zeros(shape, dtype=dtype, device=device)
+        self._values[name].index_add_(0, index, values)
+
+    def take(self) -> dict[str, Tensor]:
+        """Every sum, zeros where nothing was added; starts again from zero."""
+        values, self._values = self._values, {}
+        return {
+            name: values[name] if name in values else torch.zeros(shape, dtype=dtype, device=device)
+            for name, (shape, dtype, device) in self._like.items()
+        }
+
+
+class Part(Protocol):
+    """One parameter's share of every unit's gradient (the sum over the unit's rows).
+
+    Attributes:
+        squares: (units,) float64, squared norms; non-finite where the gradient is.
+        slack: (units,) float64 bounds on how far the true squared norms lie above, or None where the very
+            values that are summed were measured.
+    """
+
+    squares: Tensor
+    slack: Tensor | None
+
+    def add_to(self, sums: Sums, factors: Tensor, rows: Rows) -> None:
+        """Add Σ factor·gradient; a unit whose factor is 0 adds exactly nothing.
+
+        Args:
+            sums: the running sums.
+            factors: (units,) float64.
+            rows: row → unit.
+        """
+
+
+@dataclass
+class PerUnit:
+    """Gradients of one parameter formed one by one: `values` is (units, *shape)."""
+
+    name: str
+    values: Tensor
+    slack: Tensor | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.squares = self.values.flatten(1).to(torch.float64).square().sum(1)
+
+    def add_to(self, sums: Sums, factors: Tensor, rows: Rows) -> None:
+        flat = without(self.values.flatten(1), factors == 0)
+        sums.add(self.name, round_down(factors, flat.dtype) @ flat)
+
+
+@dataclass
+class AtIndex:
+    """Gradients that touch few rows of a table: `values` (k, width) at (unit, index), each pair once."""
+
+    name: str
+    index: Tensor
+    unit: Tensor
+    values: Tensor
+    units: int
+    slack: Tensor | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        squares = self.values.to(torch.float64).square().sum(1)
+        self.squares = squares.new_zeros(self.units).index_add_(0, self.unit, squares)
+
+    def add_to(self, sums: Sums, factors: Tensor, rows: Rows) -> None:
+        factor = factors[self.unit]
+        values = without(self.values, factor == 0)
+        sums.add_at(self.name, self.index, values * round_down(factor, values.dtype)[:, None])
+
+
+def without(values: Tensor, dropped: Tensor) -> Tensor:
+    """`values` with the dropped first indices exactly 0, NaN and infinity included."""
+    if not bool(dropped.any()):
+        return values
+    return values.masked_fill(dropped.view(-1, *[1] * (values.ndim - 1)), 0)
+
+
+def total(parts: Iterable[Part], rows: Rows) -> tuple[Tensor, Tensor]:
+    """Squared norms of the units' mean gradients over all parameters, and their slack; (units,) each."""
+    squares = torch.zeros_like(rows.share)
+    slack = torch.zeros_like(rows.share)
+    for part in parts:
+        squares += part.squares
+        if part.slack is not None:
+            slack += part.slack
+    return squares * rows.share**2, slack * rows.share**2
