@@ -44,7 +44,7 @@ def split(
     order = list(dict.fromkeys(names))
     held = round(TEST_SHARE * len(order)) if groups else min(round(TEST_SHARE * len(order)), TEST_RECORDS)
     test_names = {order[position] for position in rng.permutation(len(order))[:held]}
-    in_test = np.array([name in test_names for name in names])
+    in_test = np.array([name in test_names for name in names], dtype=np.bool_)
     test = np.flatnonzero(in_test).astype(np.int64)
     test = np.sort(rng.permutation(test)[:TEST_RECORDS])
     return records.take(np.flatnonzero(~in_test).astype(np.int64)), records.take(test)

@@ -1,0 +1,35 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn.metrics import accuracy_score, f1_score
+
+from confide.errors import ConfigError, DataError
+from confide.tasks.metrics import score
+
+pairs = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=50)
+
+
+@given(pairs)
+def test_agrees_with_scikit_learn(rows: list[tuple[int, int]]) -> None:
+    predictions, labels = np.array(rows).T
+    assert score("accuracy", predictions, labels) == pytest.approx(
+        accuracy_score(labels, predictions), abs=1e-12
+    )
+    expected = f1_score(labels, predictions, average="macro", zero_division=0)
+    assert score("macro-f1", predictions, labels) == pytest.approx(expected, abs=1e-12)
+
+
+def test_bounds() -> None:
+    labels = np.array([0, 1, 2])
+    for metric in ("accuracy", "macro-f1"):
+        assert score(metric, labels, labels) == 1.0
+        assert score(metric, (labels + 1) % 3, labels) == 0.0
+
+
+def test_bad_input() -> None:
+    with pytest.raises(ConfigError, match="'f1'; use 'accuracy' or 'macro-f1'"):
+        score("f1", np.array([0]), np.array([0]))  # type: ignore[arg-type]
+    for predictions, labels in (([], []), ([0, 1], [0]), ([[0]], [[0]])):
+        with pytest.raises(DataError, match="can't be scored"):
+            score("accuracy", np.array(predictions), np.array(labels))
