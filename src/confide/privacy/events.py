@@ -77,6 +77,15 @@ def leaves(event: PoissonGaussian | Composed) -> tuple[PoissonGaussian, ...]:
     return tuple(PoissonGaussian(rate, sigmas, count) for (rate, sigmas), count in steps.items() if count)
 
 
+def effective(event: PoissonGaussian | Composed) -> tuple[PoissonGaussian, ...]:
+    """The leaves with all queries on a draw replaced by the one Gaussian that reveals as much."""
+    steps: dict[tuple[float, float], int] = {}
+    for leaf in leaves(event):
+        key = (leaf.sampling_rate, leaf.effective_noise_multiplier)
+        steps[key] = steps.get(key, 0) + leaf.steps
+    return tuple(PoissonGaussian(rate, (sigma,), count) for (rate, sigma), count in steps.items())
+
+
 def _collect(event: PoissonGaussian | Composed, found: list[PoissonGaussian]) -> None:
     match event:
         case PoissonGaussian():
