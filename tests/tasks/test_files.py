@@ -85,6 +85,13 @@ def test_whole_numbers_are_one_label_however_written(
     assert read(write(tmp_path / f"b{suffix}", halves, ("text", "label"))).labels == ("0", "0.5", "1")
 
 
+def test_json_values_are_not_guessed_at(tmp_path: Path) -> None:
+    rows = [(f"text {row}", f"2020-01-0{1 + row % 2}") for row in range(20)]
+    assert read(write(tmp_path / "a.jsonl", rows, ("text", "label"))).labels == ("2020-01-01", "2020-01-02")
+    mixed = [(f"text {row}", "other" if row == 19 else row % 2) for row in range(20)]
+    assert read(write(tmp_path / "b.jsonl", mixed, ("text", "label"))).labels == ("0", "1", "other")
+
+
 def test_truth_values_are_labels(tmp_path: Path) -> None:
     rows = [(f"text {row}", row % 2 == 0) for row in range(20)]
     task = read(write(tmp_path / "a.jsonl", rows, ("text", "label")), labels=["true", "false"])
@@ -223,7 +230,8 @@ def test_one_wrong_type_among_json_texts(tmp_path: Path) -> None:
         ("a.jsonl", b'{"text": "a", "label": "b"}\n{"text": \n', "row 2: not valid JSON"),
         ("a.jsonl", b'{"text": "a", "label": "b"}\n["a", "b"]\n', "row 2: not a JSON object"),
         ("a.jsonl", b'{"text": "a", "label": "b"}\n{"text": "\xe9"}\n', "row 2: not UTF-8"),
-        ("a.jsonl", b'{"text": "\\ud800", "label": "b"}\n', r"can't be read: .*surrogate"),
+        ("a.jsonl", b'{"text": "\\ud800", "label": "b"}\n', r"row 1, column 'text': half a character"),
+        ("a.jsonl", b'{"text": "a", "label": ' + b"[" * 100_000 + b"\n", "row 1: not valid JSON"),
         ("a.parquet", b"PAR1 no", "a.parquet can't be read: "),
         ("a.xlsx", b"", r"can't read '\.xlsx'; use \.csv, \.tsv, \.jsonl, \.ndjson, \.parquet"),
         ("a", b"", "can't read 'a file without suffix'"),

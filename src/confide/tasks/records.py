@@ -16,7 +16,7 @@ LabelsFrom = Literal["declared", "file"]
 Metric = Literal["accuracy", "macro-f1"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Records:
     """Texts with their labels. All of it is private when the records train a model.
 
@@ -73,7 +73,7 @@ class Records:
         return self.take(np.flatnonzero(np.isin(self.units.unit_of_row, kept)).astype(np.int64))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TaskData:
     """A classification task: what trains a model, and what it is scored on.
 

@@ -1,8 +1,10 @@
 """Columns of a CSV, TSV, JSON Lines or Parquet file, or one message about what is wrong with it.
 
-The values are read by `datasets`. Its readers give no row numbers, and shift or cut rows that have a field
-too many, so the shape of text files is checked first. It also caches what it reads in the home folder; here
-the cache is a temporary folder that is gone when the columns are returned.
+CSV, TSV and Parquet are read by `datasets`. Its CSV reader gives no row numbers, and shifts or cuts rows that
+have a field too many, so the shape is checked first; it caches what it reads in the home folder, so here the
+cache is a temporary folder that is gone when the columns are returned. JSON Lines are read here: `datasets`
+guesses types from the first part of a file, turns labels like 2020-01-01 into times, and refuses a value of
+another type that comes late.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ JSON_LINES = (".jsonl", ".ndjson")
 SUFFIXES = (*SEPARATORS, *JSON_LINES, ".parquet")
 
 _UNDECODED = re.compile("[\udc80-\udcff]")
+_HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 
 
 def read_columns(path: Path, wanted: Sequence[str]) -> dict[str, list[Any]]:
@@ -46,10 +49,10 @@ def read_columns(path: Path, wanted: Sequence[str]) -> dict[str, list[Any]]:
         )
     wanted = list(dict.fromkeys(wanted))
     try:
+        if suffix in JSON_LINES:
+            return _read_json_lines(path, wanted)
         if suffix in SEPARATORS:
             columns, rows = _check_csv(path, SEPARATORS[suffix])
-        elif suffix in JSON_LINES:
-            columns, rows = _check_json_lines(path)
         else:
             columns, rows = _check_parquet(path)
         _check_columns(path, columns, wanted)
@@ -88,8 +91,6 @@ def _read(path: Path, suffix: str, columns: list[str], wanted: list[str]) -> dic
                 keep_default_na=False,
                 **where,
             )
-        elif suffix in JSON_LINES:
-            table = datasets.Dataset.from_json(source, **where).select_columns(wanted)
         else:
             table = datasets.Dataset.from_parquet(source, columns=wanted, **where)
         values: dict[str, list[Any]] = table[:]
@@ -134,8 +135,9 @@ def _check_decoded(path: Path, fields: list[str], columns: list[str], row: int) 
             raise DataError(f"{path}, {place}: not UTF-8 text; save the file as UTF-8")
 
 
-def _check_json_lines(path: Path) -> tuple[list[str], int]:
+def _read_json_lines(path: Path, wanted: list[str]) -> dict[str, list[Any]]:
     columns: dict[str, None] = {}
+    values: dict[str, list[Any]] = {name: [] for name in wanted}
     rows = 0
     with open(path, "rb") as file:
         for line in file:
@@ -146,16 +148,24 @@ def _check_json_lines(path: Path) -> tuple[list[str], int]:
                 record = json.loads(line.decode("utf-8-sig" if rows == 1 else "utf-8"))
             except UnicodeDecodeError as error:
                 raise DataError(f"{path}, row {rows}: not UTF-8 text; save the file as UTF-8") from error
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise DataError(
                     f"{path}, row {rows}: not valid JSON ({error}); write one object per line"
                 ) from error
             if not isinstance(record, dict):
                 raise DataError(f"{path}, row {rows}: not a JSON object; write one object per line")
             columns.update(dict.fromkeys(record))
+            for name in wanted:
+                value = record.get(name)
+                if isinstance(value, str) and _HALF_CHARACTER.search(value):
+                    raise DataError(
+                        f"{path}, row {rows}, column {name!r}: half a character (a lone surrogate); drop it"
+                    )
+                values[name].append(value)
     if not rows:
         raise DataError(f"{path} is empty; it needs one JSON object per line")
-    return list(columns), rows
+    _check_columns(path, list(columns), wanted)
+    return values
 
 
 def _check_parquet(path: Path) -> tuple[list[str], int]:
