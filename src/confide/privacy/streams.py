@@ -41,12 +41,13 @@ class Clipping:
     Attributes:
         rule: `flat` scales a gradient longer than `bound` down to it; `normalised` maps every gradient g
             to bound·g/(‖g‖ + stability) (AUTO-S, Bu et al. 2023). Either way a unit contributes a vector of
-            norm at most `bound` to the sum.
-        bound: C, in gradient units.
+            norm at most `bound` to the sum. `none` leaves gradients as they are, and is legal only
+            without noise, where nothing is claimed.
+        bound: C, in gradient units; unused by `none`.
         stability: γ of `normalised`; unused by `flat`.
     """
 
-    rule: Literal["flat", "normalised"]
+    rule: Literal["flat", "normalised", "none"]
     bound: float
     stability: float = 0.01
 
@@ -98,6 +99,7 @@ class Stream:
         anchor_form: `coupled` adds 2λ(w − w₀) to the noisy gradient before the optimizer (DP-Merging,
             equation 7); `decoupled` moves w by −rate·2λ(w − w₀) beside the optimizer.
         optimizer: rule applied to the noisy gradient.
+        decay: of the learning rates: `constant`, or `linear` to 0 after the last step.
         weight_decay: decoupled decay towards 0; must be 0 beside an anchor, which pulls to w₀.
     """
 
@@ -115,6 +117,7 @@ class Stream:
     anchor: float = 0.0
     anchor_form: Literal["coupled", "decoupled"] = "coupled"
     optimizer: Literal["adamw", "sgd"] = "adamw"
+    decay: Literal["constant", "linear"] = "constant"
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
@@ -131,6 +134,8 @@ class Stream:
             raise PrivacyError(f"{where}: the denominator must be a positive number, not {self.denominator}")
         if not (math.isfinite(self.noise_multiplier) and self.noise_multiplier >= 0):
             raise PrivacyError(f"{where}: bad noise multiplier {self.noise_multiplier}")
+        if self.clipping.rule == "none" and (self.noise_multiplier or self.ascent_noise):
+            raise PrivacyError(f"{where}: noise without clipping protects nobody")
         queries_ascent = self.ascent in ("paired", "fresh")
         if queries_ascent != (self.ascent_noise is not None):
             raise PrivacyError(

@@ -1,0 +1,73 @@
+"""Names bound to tensors: what the loop needs to execute a schedule on one task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from confide.models.adapters import Adapted, lora_factors, lora_scale
+from confide.privacy.units import UnitMap
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Binding:
+    """A model and the records it is trained on.
+
+    Attributes:
+        module: whose forward is differentiated; holds every trained parameter.
+        forward: batch → logits (rows, classes), through `module`.
+        parameters: trained parameters by name.
+        batch: row numbers → inputs.
+        micro_batches: (rows, their units' positions) → parts that fit in memory, no unit split.
+        labels: (rows,) class numbers. Private.
+        units: which rows belong to which unit.
+        anchor_gradient: names → gradient of ‖w − w₀‖² at the current weights, by name.
+    """
+
+    module: nn.Module
+    forward: Callable[[Batch], Tensor]
+    parameters: dict[str, nn.Parameter]
+    batch: Callable[[npt.NDArray[np.int64]], Batch]
+    micro_batches: Callable[[npt.NDArray[np.int64], npt.NDArray[np.int64]], list[npt.NDArray[np.int64]]]
+    labels: Tensor
+    units: UnitMap
+    anchor_gradient: Callable[[tuple[str, ...]], dict[str, Tensor]]
+
+
+class Anchor:
+    """Gradient of the squared distance to the base, ‖w − w₀‖² (DP-Merging, equation 7, without its λ).
+
+    Under LoRA the distance is ‖ΔW‖² with ΔW = s·B·A: pulling A and B to their own initial values would pull
+    towards a point that has nothing to do with the base.
+    """
+
+    def __init__(self, adapted: Adapted) -> None:
+        parameters = dict(adapted.classifier.model.named_parameters())
+        self._pairs = {}
+        for weight, layer in adapted.lora.items():
+            module = weight.removesuffix(".weight")
+            self._pairs[f"{module}.lora_A.default.weight"] = layer
+            self._pairs[f"{module}.lora_B.default.weight"] = layer
+        plain = [name for name in adapted.encoder if name not in self._pairs]
+        self._now = {name: parameters[name] for name in plain}
+        self._base = {name: parameters[name].detach().clone() for name in plain}
+
+    def gradient(self, names: tuple[str, ...]) -> dict[str, Tensor]:
+        """2(w − w₀) for plain weights; 2s²·BᵀBA and 2s²·BAAᵀ for a pair of LoRA factors."""
+        with torch.no_grad():
+            return {name: self._one(name) for name in names}
+
+    def _one(self, name: str) -> Tensor:
+        layer = self._pairs.get(name)
+        if layer is None:
+            return 2 * (self._now[name] - self._base[name])
+        a, b = lora_factors(layer)
+        scale = 2 * lora_scale(layer) ** 2
+        return scale * (b.T @ b @ a) if ".lora_A." in name else scale * (b @ (a @ a.T))

@@ -1,0 +1,224 @@
+"""The one loop that executes every schedule: plain, DP-AdamW, DP-Merging and their ablations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from confide.errors import ModelError
+from confide.finetune.binding import Binding
+from confide.gradients.engine import Engine
+from confide.gradients.keys import Keys
+from confide.gradients.noise import add_noise
+from confide.gradients.sampling import poisson_draw
+from confide.privacy.streams import Schedule, Stream
+
+Units = npt.NDArray[np.int64]
+
+
+@dataclass
+class StepRecord:
+    """What one step of one stream looked like. Private: un-noised."""
+
+    stream: str
+    step: int
+    units: int
+    loss: float
+    clipped: float
+
+
+@dataclass
+class History:
+    """What happened, for `private/`; `steps_run` alone goes into the statement."""
+
+    steps_run: dict[str, int] = field(default_factory=dict)
+    steps: list[StepRecord] = field(default_factory=list)
+
+
+def train(
+    binding: Binding,
+    schedule: Schedule,
+    keys: Keys,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> History:
+    """Execute the schedule; the bound parameters hold the result.
+
+    Guarantee: every parameter changes only through Gaussian queries that `schedule.event()` prices, and through
+    functions of their answers and of public values. Weights are bitwise restored after an ascent; parameters
+    outside the schedule never change.
+
+    Args:
+        keys: address noise and draws; fixed keys make the run a simulation.
+        progress: called with (steps done, steps planned).
+
+    Raises:
+        ModelError: a parameter of the schedule is not bound, or can't be clipped exactly.
+    """
+    unbound = [name for name in schedule.parameters if name not in binding.parameters]
+    if unbound:
+        raise ModelError(f"the schedule trains {unbound[0]}, which the model does not have")
+    runners = [_StreamRunner(binding, stream, keys) for stream in schedule.streams]
+    history = History()
+    total = max(stream.steps for stream in schedule.streams)
+    for step in range(total):
+        for _, group in groupby(runners, key=lambda runner: runner.stream.draw):
+            active = [runner for runner in group if step < runner.stream.steps]
+            for runner in active:  # streams on one draw look at the same weights, then move together
+                history.steps.append(runner.query(step))
+            for runner in active:
+                runner.update(step)
+                history.steps_run[runner.stream.name] = step + 1
+        progress(step + 1, total)
+    return history
+
+
+class _StreamRunner:
+    def __init__(self, binding: Binding, stream: Stream, keys: Keys) -> None:
+        self.binding = binding
+        self.stream = stream
+        self.keys = keys
+        self.parameters = {name: binding.parameters[name] for name in stream.parameters}
+        self.engine = None if stream.clipping.rule == "none" else Engine(binding.module, self.parameters)
+        self.gradient: dict[str, Tensor] = {}
+        self.optimizer = _optimizer(stream, self.parameters)
+
+    def query(self, step: int) -> StepRecord:
+        """Fill `gradient` with this step's noisy mean gradient."""
+        stream = self.stream
+        record = StepRecord(stream.name, step, 0, 0.0, 0.0)
+        drawn = self._draw(stream.draw, step)
+        direction = self._ascent_direction(step, drawn)
+        with _moved(self.parameters, direction, stream.ascent_radius):
+            self.gradient = self._noisy_mean(drawn, step, "descent", stream.noise_multiplier, record)
+        return record
+
+    def update(self, step: int) -> None:
+        """Anchor, then the optimizer; everything here is post-processing."""
+        stream = self.stream
+        rate = 1 - step / stream.steps if stream.decay == "linear" else 1.0
+        anchored = tuple(name for group in stream.groups if group.anchored for name in group.parameters)
+        pull = self.binding.anchor_gradient(anchored) if stream.anchor else {}
+        decoupled = stream.anchor_form == "decoupled"
+        for group, planned in zip(self.optimizer.param_groups, stream.groups, strict=True):
+            group["lr"] = planned.learning_rate * rate
+            for name in planned.parameters:
+                parameter = self.parameters[name]
+                parameter.grad = self.gradient[name].clone()
+                if name in pull and decoupled:
+                    parameter.data.sub_(pull[name], alpha=group["lr"] * stream.anchor)
+                elif name in pull:
+                    parameter.grad.add_(pull[name], alpha=stream.anchor)
+        self.optimizer.step()
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def _draw(self, draw: str, step: int) -> Units:
+        return poisson_draw(
+            self.keys.sampling, draw, step, self.binding.units.count, self.stream.sampling_rate
+        )
+
+    def _ascent_direction(self, step: int, drawn: Units) -> dict[str, Tensor] | None:
+        match self.stream.ascent:
+            case "paired":
+                units = drawn
+            case "fresh":
+                units = self._draw(self.stream.ascent_draw, step)
+            case "lagged":
+                return self.gradient or None
+            case _:
+                return None
+        assert self.stream.ascent_noise is not None
+        return self._noisy_mean(units, step, "ascent", self.stream.ascent_noise, None)
+
+    def _noisy_mean(
+        self, drawn: Units, step: int, query: str, sigma: float, record: StepRecord | None
+    ) -> dict[str, Tensor]:
+        rows, position = self.binding.units.rows_of(drawn)
+        parts = self.binding.micro_batches(rows, position) if len(rows) else []
+        sums = (
+            self._plain_sums(rows, position, parts, record)
+            if self.engine is None
+            else self._clipped_sums(self.engine, rows, position, parts, record)
+        )
+        if record is not None:
+            record.units = len(drawn)
+        if sigma:
+            generator = self.keys.noise.generator(self.stream.name, step, query)
+            sums = add_noise(sums, sigma * self.stream.clipping.bound, generator)
+        return {name: value / self.stream.denominator for name, value in sums.items()}
+
+    def _clipped_sums(
+        self, engine: Engine, rows: Units, position: Units, parts: list[Units], record: StepRecord | None
+    ) -> dict[str, Tensor]:
+        with engine:
+            for part in parts:
+                local = np.unique(position[part], return_inverse=True)[1]
+                units = int(local.max()) + 1
+                losses = self._losses(rows[part])
+                norms = engine.add(losses, torch.from_numpy(local), units, self.stream.clipping)
+                if record is not None:
+                    record.loss += float(losses.detach().nansum()) / len(rows)
+                    clipped = int((norms > self.stream.clipping.bound).sum())
+                    record.clipped += clipped / (int(position[-1]) + 1)
+            return engine.take()
+
+    def _plain_sums(
+        self, rows: Units, position: Units, parts: list[Units], record: StepRecord | None
+    ) -> dict[str, Tensor]:
+        sums = {name: torch.zeros_like(parameter) for name, parameter in self.parameters.items()}
+        share = 1 / np.bincount(position) if len(rows) else np.empty(0)
+        for part in parts:
+            losses = self._losses(rows[part])
+            weights = torch.from_numpy(share[position[part]]).to(losses.dtype)
+            gradients = torch.autograd.grad((losses * weights).sum(), list(self.parameters.values()))
+            for total, gradient in zip(sums.values(), gradients, strict=True):
+                total.add_(gradient)
+            if record is not None:
+                record.loss += float(losses.detach().sum()) / len(rows)
+        return sums
+
+    def _losses(self, rows: Units) -> Tensor:
+        logits = self.binding.forward(self.binding.batch(rows))
+        return functional.cross_entropy(logits, self.binding.labels[torch.from_numpy(rows)], reduction="none")
+
+
+@contextmanager
+def _moved(
+    parameters: dict[str, torch.nn.Parameter], direction: dict[str, Tensor] | None, radius: float
+) -> Iterator[None]:
+    """Within the block, w + radius·direction/‖direction‖; afterwards bitwise the weights from before."""
+    if direction is None:
+        yield
+        return
+    length = torch.sqrt(
+        sum((g.double().square().sum() for g in direction.values()), torch.zeros((), dtype=torch.double))
+    )
+    if not length > 0:
+        yield
+        return
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    try:
+        for name, parameter in parameters.items():
+            parameter.data.add_(direction[name], alpha=radius / float(length))
+        yield
+    finally:
+        for name, parameter in parameters.items():
+            parameter.data.copy_(before[name])
+
+
+def _optimizer(stream: Stream, parameters: dict[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
+    groups = [
+        {"params": [parameters[name] for name in group.parameters], "lr": group.learning_rate}
+        for group in stream.groups
+    ]
+    if stream.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=0.0, weight_decay=stream.weight_decay)
+    return torch.optim.AdamW(groups, lr=0.0, weight_decay=stream.weight_decay)

@@ -1,0 +1,59 @@
+"""From settings to the schedule that is trained and charged."""
+
+from __future__ import annotations
+
+from confide.errors import ConfigError
+from confide.finetune.settings import Settings
+from confide.models.adapters import Adapted
+from confide.privacy.streams import Clipping, ParameterGroup, Schedule, Stream
+
+DEFAULT_ANCHOR = 0.01
+
+
+def schedule(settings: Settings, adapted: Adapted, units: int, unit: str = "record") -> Schedule:
+    """One stream over everything that is trained, with noise multiplier 1 (0 for `non-private`).
+
+    `privacy.calibration.calibrate` scales the noise to the budget.
+
+    Args:
+        units: n, public.
+        unit: name of the protected unit.
+
+    Raises:
+        ConfigError: more expected units in a draw than there are, or anchor and decay together.
+    """
+    if settings.expected_batch > units:
+        raise ConfigError(
+            f"expected_batch is {settings.expected_batch}, but there are only {units} {unit}s to draw from; "
+            f"choose at most {units}"
+        )
+    private = settings.method != "non-private"
+    merging = settings.method == "dp-merging"
+    ascent = settings.ascent or ("paired" if merging else "none")
+    anchor = settings.anchor if settings.anchor is not None else DEFAULT_ANCHOR * merging
+    if not adapted.encoder:
+        anchor = 0.0  # a head has no base to be pulled to
+    if anchor and settings.weight_decay:
+        raise ConfigError("weight_decay pulls to 0 and an anchor to the base; set one of them to 0")
+    groups = [ParameterGroup("encoder", adapted.encoder, settings.learning_rate, anchored=True)]
+    groups.append(ParameterGroup("head", adapted.head, settings.head_learning_rate, anchored=False))
+    sigma = 1.0 if private else 0.0
+    stream = Stream(
+        name="all",
+        groups=tuple(group for group in groups if group.parameters),
+        steps=settings.steps,
+        draw="all",
+        sampling_rate=settings.expected_batch / units,
+        clipping=Clipping(settings.clipping if private else "none", settings.clipping_bound),
+        noise_multiplier=sigma,
+        denominator=float(settings.expected_batch),
+        ascent=ascent,
+        ascent_radius=settings.ascent_radius if ascent != "none" else 0.0,
+        ascent_noise=sigma * settings.ascent_noise_ratio if ascent in ("paired", "fresh") else None,
+        anchor=anchor,
+        anchor_form=settings.anchor_form,
+        optimizer=settings.optimizer,
+        decay=settings.decay,
+        weight_decay=settings.weight_decay,
+    )
+    return Schedule((stream,), unit=unit)

@@ -1,0 +1,191 @@
+"""One private fine-tune from records to a release."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from confide import files
+from confide.finetune import methods
+from confide.finetune.binding import Anchor, Binding
+from confide.finetune.loop import History, train
+from confide.finetune.prepare import (
+    Prepared,
+    Progress,
+    forward_of,
+    labels_of,
+    micro_batches,
+    silent,
+)
+from confide.finetune.settings import Settings
+from confide.gradients.keys import Keys
+from confide.models.adapters import Adapted, adapt, plain_state
+from confide.models.backbones import Classifier, load_classifier, resolve
+from confide.privacy.calibration import calibrate, resolve_delta
+from confide.privacy.composition import new_run, training_statement
+from confide.privacy.statement import Base, Statement
+from confide.privacy.streams import Budget, Schedule
+from confide.release.format import WEIGHTS, Head, ReleaseInfo
+from confide.release.hashes import base_hash
+from confide.release.write import write_release
+from confide.tasks.evaluate import predict
+from confide.tasks.metrics import score
+from confide.tasks.records import TaskData
+
+_STEP_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class PublicBase:
+    """A base model on disk, named and hashed."""
+
+    folder: Path
+    identity: Base
+
+    @classmethod
+    def of(cls, name: str) -> PublicBase:
+        """Resolve a folder, `package:NAME` or hub id, and hash its encoder."""
+        folder = resolve(name)
+        return cls(folder, Base(name=name, hash=base_hash(folder)))
+
+
+@dataclass(frozen=True)
+class FineTuned:
+    """A trained task model with what its statement needs.
+
+    Attributes:
+        schedule: as executed and charged.
+        history: private.
+        statement: the claim; the hashes of the weights are filled in when it is released.
+    """
+
+    prepared: Prepared
+    adapted: Adapted
+    settings: Settings
+    schedule: Schedule
+    history: History
+    statement: Statement
+
+    def score(self) -> float:
+        """Score on the test records. Not noised: for reports, never for a release."""
+        adapted, prepared = self.adapted, self.prepared
+        inputs = prepared.inputs(adapted.classifier, adapted.first_block, "test")
+        _, forward = forward_of(adapted.classifier, adapted.first_block, inputs)
+        task = prepared.task
+        return score(task.metric, predict(forward, inputs), task.test.labels)
+
+    def release(self, out: Path, *, overwrite: bool = False) -> Statement:
+        """Write the release folder; nothing appears unless all of it does."""
+        return write_release(
+            out, save=self._save, info=self.info(), statement=self.statement, overwrite=overwrite
+        )
+
+    def keep_private(self, folder: Path) -> None:
+        """Write losses and clipped shares of every step, for whoever ran it and nobody else."""
+        lines = [json.dumps(dataclasses.asdict(step)) for step in self.history.steps]
+        files.write_text(folder / "steps.jsonl", "\n".join(lines) + "\n")
+
+    def info(self) -> ReleaseInfo:
+        """What the release says about itself."""
+        task = self.prepared.task
+        head = Head(
+            task=task.name,
+            labels=task.labels,
+            labels_from=task.labels_from,
+            metric=task.metric,
+            max_length=self.prepared.max_length,
+            tensors=self.adapted.head,
+        )
+        return ReleaseInfo(kind="model", encoder_prefix=self.adapted.classifier.prefix, heads=(head,))
+
+    def _save(self, folder: Path) -> None:
+        classifier = self.adapted.classifier
+        save_file(plain_state(self.adapted), folder / WEIGHTS, metadata={"format": "pt"})
+        classifier.model.config.architectures = [type(classifier.model).__name__]  # type: ignore[union-attr]
+        classifier.model.config.save_pretrained(folder)  # type: ignore[union-attr,operator]
+        classifier.tokenizer.save_pretrained(folder)
+
+
+def prepare(task: TaskData, base: PublicBase, max_length: int) -> Prepared:
+    """Tokenise a task for a base."""
+    classifier = load_classifier(base.folder, task.labels, seed=0)
+    return Prepared(task, classifier.tokenizer, max_length)
+
+
+def plan(
+    task: TaskData, classifier: Classifier, settings: Settings
+) -> tuple[Adapted, Schedule, float | None]:
+    """What would be trained and charged: the adapted model, the calibrated schedule, and δ.
+
+    Nothing is drawn and no record is looked at; only n is.
+    """
+    adapted = adapt(classifier, settings.trainable, settings.seed)
+    units = task.train.units
+    schedule = methods.schedule(settings, adapted, units.count, units.name)
+    if not schedule.private or settings.epsilon is None:
+        return adapted, schedule, None
+    delta = resolve_delta(settings.delta, units.count)
+    return adapted, calibrate(schedule, Budget(settings.epsilon, delta)), delta
+
+
+def finetune(
+    prepared: Prepared,
+    base: PublicBase,
+    settings: Settings,
+    *,
+    dataset: str | None = None,
+    keys: Keys | None = None,
+    on_plan: Callable[[Schedule], None] = lambda schedule: None,
+    progress: Progress = silent,
+) -> FineTuned:
+    """Train one task privately.
+
+    Args:
+        prepared: the task's records under this base.
+        dataset: the name that its owner gave the data; the task's own if None.
+        keys: None for fresh ones from the operating system; fixed ones make a simulation, whose statement claims
+            nothing.
+        on_plan: called with the calibrated schedule before anything looks at a record.
+        progress: called with (what, done, total).
+
+    Guarantee: the result's weights are (ε, δ)-DP in the training units as `statement` says, provided the caller
+    publishes nothing else that was computed from them (`history` and `score` are not noised).
+    """
+    task = prepared.task
+    keys = keys or Keys.fresh()
+    classifier = load_classifier(base.folder, task.labels, settings.seed)
+    adapted, schedule, delta = plan(task, classifier, settings)
+    on_plan(schedule)
+    inputs = prepared.inputs(classifier, adapted.first_block, "train", progress)
+    module, forward = forward_of(classifier, adapted.first_block, inputs)
+    named = dict(classifier.model.named_parameters())
+    binding = Binding(
+        module=module,
+        forward=forward,
+        parameters={name: named[name] for name in schedule.parameters},
+        batch=inputs.batch,
+        micro_batches=micro_batches(inputs, _STEP_TOKENS),
+        labels=labels_of(task),
+        units=task.train.units,
+        anchor_gradient=Anchor(adapted).gradient,
+    )
+    history = train(
+        binding, schedule, keys, lambda done, total: progress(f"{settings.method}, {task.name}", done, total)
+    )
+    statement = training_statement(
+        schedule=schedule,
+        delta=delta,
+        dataset=dataset or task.name,
+        units=task.train.units.count,
+        run=new_run(),
+        base=base.identity,
+        steps_run=history.steps_run,
+        simulated=keys.simulated,
+        labels_from=task.labels_from,
+    )
+    return FineTuned(prepared, adapted, settings, schedule, history, statement)

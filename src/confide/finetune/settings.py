@@ -1,0 +1,70 @@
+"""What a person chooses for one fine-tune; `methods` turns it into a schedule."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from confide.models.adapters import Trainable
+
+Method = Literal["non-private", "dp-adamw", "dp-merging"]
+AscentChoice = Literal["none", "paired", "fresh", "lagged"]
+
+
+class Settings(BaseModel):
+    """Settings of one fine-tune. All of them are public: none may be chosen by looking at the records.
+
+    Attributes:
+        method: `non-private`; `dp-adamw` (one noisy clipped gradient a step); `dp-merging` (a paired ascent
+            and an anchor to the base, so that the release merges well).
+        epsilon: ε of the release; unused by `non-private`.
+        delta: δ, or a rule for it: `auto` is min(1e-6, 1/(10n)).
+        expected_batch: B, the mean size of a Poisson draw and the denominator; q = B/n.
+        steps: number of noisy steps; all are charged.
+        trainable: what is trained beside the head.
+        learning_rate: of encoder parameters (or adapters) at the first step.
+        head_learning_rate: of the head.
+        decay: of both rates.
+        optimizer: applied to noisy gradients.
+        clipping: rule that bounds a unit's gradient.
+        clipping_bound: C.
+        ascent: None takes the method's own (`paired` for dp-merging, else `none`).
+        ascent_radius: ρ, length of the ascent in weight space.
+        ascent_noise_ratio: noise of the ascent query over that of the descent; its answer only gives a
+            direction.
+        anchor: λ of the pull to the base; None takes the method's own (`default_anchor` for dp-merging).
+        anchor_form: see `privacy.streams.Stream`.
+        weight_decay: decoupled; only without an anchor.
+        max_length: tokens of a text; longer ones are cut.
+        seed: fixes initial weights; public. Noise and sampling never depend on it.
+    """
+
+    method: Method = "dp-merging"
+    epsilon: float | None = Field(default=4.0, gt=0, allow_inf_nan=False)
+    delta: float | Literal["auto", "1/n", "n^-1.1"] = "auto"
+    expected_batch: int = Field(default=512, gt=0)
+    steps: int = Field(default=60, gt=0)
+    trainable: Trainable = Trainable()
+    learning_rate: float = Field(default=1e-3, gt=0)
+    head_learning_rate: float = Field(default=1e-2, gt=0)
+    decay: Literal["constant", "linear"] = "linear"
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    clipping: Literal["flat", "normalised"] = "normalised"
+    clipping_bound: float = Field(default=1.0, gt=0)
+    ascent: AscentChoice | None = None
+    ascent_radius: float = Field(default=0.05, gt=0)
+    ascent_noise_ratio: float = Field(default=1.0, ge=1)
+    anchor: float | None = Field(default=None, ge=0)
+    anchor_form: Literal["coupled", "decoupled"] = "coupled"
+    weight_decay: float = Field(default=0.0, ge=0)
+    max_length: int = Field(default=64, gt=2)
+    seed: int = 0
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @model_validator(mode="after")
+    def _budget_fits_method(self) -> Settings:
+        if self.method != "non-private" and self.epsilon is None:
+            raise ValueError(f"method {self.method} needs an epsilon")
+        return self

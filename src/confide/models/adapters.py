@@ -1,0 +1,157 @@
+"""Which parameters of a classifier are trained, and turning LoRA back into plain weights."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+
+from confide.errors import ConfigError
+from confide.models.backbones import Classifier
+
+_BLOCK = re.compile(r"\.layer\.(\d+)\.")
+
+
+class Trainable(BaseModel):
+    """What is trained beside the head, which always is.
+
+    Attributes:
+        kind: `head` (the encoder stays untouched), `lora`, `blocks` (whole top blocks), or `all`.
+        blocks: how many blocks from the top, for `lora` and `blocks`; 0 means every block.
+        rank: r of LoRA.
+        alpha: LoRA's scale is alpha / rank.
+        targets: last name components of the Linear layers that LoRA adapts.
+    """
+
+    kind: Literal["head", "lora", "blocks", "all"] = "lora"
+    blocks: int = Field(default=2, ge=0)
+    rank: int = Field(default=8, gt=0)
+    alpha: float = Field(default=16.0, gt=0)
+    targets: tuple[str, ...] = ("query", "value")
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A classifier whose trainable parameters have been chosen.
+
+    Attributes:
+        classifier: with adapters injected in place, for LoRA.
+        encoder: names of trainable encoder parameters (adapter weights under LoRA).
+        head: names of the head's parameters.
+        first_block: index of the lowest block that is trained; everything below is frozen and its output
+            can be cached. The number of blocks when only the head is trained, 0 when embeddings are.
+        lora: adapted layers by the name of their weight in the plain model.
+    """
+
+    classifier: Classifier
+    encoder: tuple[str, ...]
+    head: tuple[str, ...]
+    first_block: int
+    lora: dict[str, nn.Module]
+
+
+def adapt(classifier: Classifier, trainable: Trainable, seed: int) -> Adapted:
+    """Choose what is trained; everything else gets `requires_grad = False`.
+
+    Args:
+        seed: fixes LoRA's initial A (B starts at zero, so the model is unchanged); public.
+
+    Raises:
+        ConfigError: more blocks than the model has, or LoRA targets that it hasn't.
+    """
+    model = classifier.model
+    count = _block_count(model)
+    if trainable.blocks > count:
+        raise ConfigError(f"trainable.blocks is {trainable.blocks}, but the base has {count} blocks")
+    lowest = count - (trainable.blocks or count)
+    lora: dict[str, nn.Module] = {}
+    if trainable.kind == "lora":
+        lora = _inject(model, trainable, lowest, seed)
+        wanted = {
+            f"{name}.{part}" for name in lora for part in ("lora_A.default.weight", "lora_B.default.weight")
+        }
+        encoder = tuple(name for name, _ in model.named_parameters() if name in wanted)
+        lora = {f"{name}.weight": layer for name, layer in lora.items()}
+    else:
+        encoder = tuple(
+            name
+            for name, _ in model.named_parameters()
+            if name not in classifier.head and _is_trained(name, trainable.kind, lowest)
+        )
+    first = {"head": count, "all": 0}.get(trainable.kind, lowest)
+    trained = {*encoder, *classifier.head}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)
+    return Adapted(classifier, encoder, classifier.head, first, lora)
+
+
+def plain_state(adapted: Adapted) -> dict[str, Tensor]:
+    """The classifier's tensors under their plain names, LoRA merged: W + (alpha/r)·B·A."""
+    state: dict[str, Tensor] = {}
+    for name, value in adapted.classifier.model.state_dict().items():
+        if ".lora_A." in name or ".lora_B." in name:
+            continue
+        plain = name.replace(".base_layer.", ".")
+        layer = adapted.lora.get(plain)
+        value = value.detach()
+        state[plain] = (value + lora_delta(layer) if layer is not None else value).contiguous().clone()
+    return state
+
+
+def lora_delta(layer: nn.Module) -> Tensor:
+    """ΔW = s·B·A of one adapted layer, shaped like its weight."""
+    a, b = lora_factors(layer)
+    with torch.no_grad():
+        return lora_scale(layer) * (b @ a)
+
+
+def lora_factors(layer: nn.Module) -> tuple[nn.Parameter, nn.Parameter]:
+    """(A, B) of an adapted Linear: (r, in) and (out, r)."""
+    return layer.lora_A["default"].weight, layer.lora_B["default"].weight  # type: ignore[index,union-attr]
+
+
+def lora_scale(layer: nn.Module) -> float:
+    """s of ΔW = s·B·A, as PEFT applies it."""
+    return float(layer.scaling["default"])  # type: ignore[index]
+
+
+def _block_count(model: nn.Module) -> int:
+    blocks = [int(match[1]) for name, _ in model.named_parameters() if (match := _BLOCK.search(name))]
+    return max(blocks) + 1 if blocks else 0
+
+
+def _is_trained(name: str, kind: str, lowest: int) -> bool:
+    if kind == "all":
+        return True
+    match = _BLOCK.search(name)
+    return kind == "blocks" and match is not None and int(match[1]) >= lowest
+
+
+def _inject(model: nn.Module, trainable: Trainable, lowest: int, seed: int) -> dict[str, nn.Module]:
+    from peft import LoraConfig, inject_adapter_in_model
+
+    names = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and name.rsplit(".", 1)[-1] in trainable.targets
+        and (match := _BLOCK.search(name + "."))
+        and int(match[1]) >= lowest
+    ]
+    if not names:
+        linear = {n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+        raise ConfigError(
+            f"trainable.targets {list(trainable.targets)} match no layer; there are {sorted(linear)}"
+        )
+    config = LoraConfig(r=trainable.rank, lora_alpha=trainable.alpha, lora_dropout=0.0, target_modules=names)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(config, model)
+    model.eval()
+    return {name: model.get_submodule(name) for name in names}

