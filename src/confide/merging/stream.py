@@ -1,0 +1,151 @@
+"""The merge itself: tensors stream through one rule, and each leaves a line in the report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from confide.errors import MergeError
+from confide.merging.operators import find
+from confide.merging.operators.specification import Rule
+from confide.merging.vectors import CHUNK, Arrays, TaskVectors
+from confide.release.tensors import FLOATS, STORAGE, decode, encode
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class TensorLine:
+    """What happened to one tensor.
+
+    Attributes:
+        name: canonical.
+        rule: the operator; or why the tensor is the base's own.
+        norm: ‖merged task vector‖, before it is rounded to the base's dtype.
+        cosines: with each model's task vector; None where one of the two is zero.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    rule: str
+    norm: float
+    cosines: tuple[float | None, ...]
+
+
+def merge_arrays(
+    base: Mapping[str, Array],
+    models: Sequence[Mapping[str, Array]],
+    operator: str,
+    parameters: Mapping[str, float] | None = None,
+) -> dict[str, Array]:
+    """Merge models that are in memory, by the very code that merges folders.
+
+    Args:
+        base: θ₀ by name. Integer arrays must be equal everywhere.
+        models: θ_t with the same names and shapes.
+        operator: `average`, `task-arithmetic` or `ties`.
+        parameters: the operator's; defaults are its paper's.
+
+    Returns:
+        New arrays under the base's names, in the base's dtypes.
+
+    Raises:
+        MergeError: what can't be merged; models are called "model 1", "model 2", … in messages.
+    """
+    chosen = find(operator)
+    settings = chosen.settings(parameters or {})
+    vectors = TaskVectors(
+        Arrays("base", base), [Arrays(f"model {i}", model) for i, model in enumerate(models, start=1)]
+    )
+    rule = chosen.prepare(vectors, settings)
+    merged: dict[str, Array] = {}
+    for name in base:
+        parts = list(merge_tensor(vectors, name, rule, operator, lambda line: None))
+        flat = np.concatenate(parts) if parts else np.empty(0, base[name].dtype)
+        merged[name] = flat.reshape(base[name].shape)
+    return merged
+
+
+def merge_tensor(
+    vectors: TaskVectors, name: str, rule: Rule, operator: str, note: Callable[[TensorLine], None]
+) -> Iterator[Array]:
+    """The merged values of one tensor of the base, piece by piece, in the base's storage form.
+
+    Args:
+        vectors: the models; `name` is one of their base's tensors.
+        rule: prepared on the same models.
+        operator: its name, for the report.
+        note: is given the tensor's line after its last piece.
+
+    Raises:
+        MergeError: a value that isn't finite, in an input or in the result.
+    """
+    if name in vectors.buffers:
+        yield from _copy(vectors, name, "buffer: equal in every model", note)
+    elif name in vectors.absent:
+        yield from _copy(vectors, name, "base: no model has it", note)
+    elif name not in vectors.changed:
+        yield from _copy(vectors, name, "base: no model changed it", note)
+    else:
+        yield from _merge(vectors, name, rule, operator, note)
+
+
+def _merge(
+    vectors: TaskVectors, name: str, rule: Rule, operator: str, note: Callable[[TensorLine], None]
+) -> Iterator[Array]:
+    dtype = vectors.base.dtype(name)
+    squares, products = np.zeros(vectors.count), np.zeros(vectors.count)
+    square = 0.0
+    for base, chunk in vectors.chunks(name):
+        here = np.einsum("tn,tn->t", chunk, chunk)
+        if not np.isfinite(here).all():
+            _blame(vectors, name)
+        merged = rule.merge(chunk)
+        squares += here
+        products += chunk @ merged
+        square += float(np.einsum("n,n->", merged, merged))
+        merged += base
+        written = encode(merged, dtype)
+        if not np.isfinite(decode(written, dtype)).all():
+            raise MergeError(
+                f"tensor {name}: {operator} gives values that {dtype} can't hold; nothing was written"
+            )
+        yield written
+    norm = math.sqrt(square)
+    cosines = tuple(
+        float(np.clip(product / (norm * math.sqrt(own)), -1, 1)) if norm and own else None
+        for product, own in zip(products, squares, strict=True)
+    )
+    note(TensorLine(name, dtype, vectors.base.shape(name), operator, norm, cosines))
+
+
+def _copy(vectors: TaskVectors, name: str, rule: str, note: Callable[[TensorLine], None]) -> Iterator[Array]:
+    dtype = vectors.base.dtype(name)
+    size = vectors.size(name)
+    for start in range(0, size, CHUNK):
+        piece = vectors.base.read(name, start, min(start + CHUNK, size))
+        if dtype in FLOATS and not np.isfinite(piece).all():
+            _blame(vectors, name)
+        if dtype == "BF16":
+            piece = encode(piece, dtype)
+        yield piece.astype(STORAGE[dtype])
+    nothing = (None,) * vectors.count
+    note(TensorLine(name, dtype, vectors.base.shape(name), rule, 0.0, nothing))
+
+
+def _blame(vectors: TaskVectors, name: str) -> None:
+    """Raise the error that names who holds the value that isn't finite; float64 overflow blames nobody."""
+    for weights in (vectors.base, *vectors.models):
+        for start in range(0, vectors.size(name), CHUNK):
+            values = weights.read(name, start, min(start + CHUNK, vectors.size(name)))
+            if not np.isfinite(values).all():
+                raise MergeError(
+                    f"tensor {name} of {weights.label} holds values that aren't finite (NaN or ∞)"
+                )
+    raise MergeError(f"tensor {name}: the models lie so far apart that their distance overflows")

@@ -1,0 +1,178 @@
+"""Task vectors in chunks: models beside their base, checked against each other, never loaded whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from confide.errors import MergeError
+from confide.release.tensors import FLOATS, Checkpoint, dtype_of
+
+CHUNK = 1 << 15
+"""Coordinates at a time: small enough that a chunk of several models stays in the cache."""
+
+_VOCABULARY = ("word_embeddings.weight", "tok_embeddings.weight")
+_UNUSED_BY_SOME_CLASSIFIERS = "pooler."
+
+
+class Weights(Protocol):
+    """A model's tensors by canonical name, read piece by piece.
+
+    Attributes:
+        label: what messages call the model.
+        names: of every tensor.
+    """
+
+    @property
+    def label(self) -> str: ...
+    @property
+    def names(self) -> Collection[str]: ...
+    def dtype(self, name: str) -> str: ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
+    def read(self, name: str, start: int, stop: int) -> npt.NDArray[Any]: ...
+
+
+class Arrays:
+    """Weights that are in memory."""
+
+    def __init__(self, label: str, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        self.label = label
+        self.names: Collection[str] = arrays.keys()
+        self._arrays = arrays
+
+    def dtype(self, name: str) -> str:
+        return dtype_of(self._arrays[name])
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._arrays[name].shape
+
+    def read(self, name: str, start: int, stop: int) -> npt.NDArray[Any]:
+        return self._arrays[name].reshape(-1)[start:stop]
+
+
+class Encoder:
+    """The encoder in a checkpoint, under its canonical names."""
+
+    def __init__(self, label: str, checkpoint: Checkpoint, stored: Mapping[str, str]) -> None:
+        self.label = label
+        self.names: Collection[str] = stored.keys()
+        self.checkpoint = checkpoint
+        self.stored = stored
+
+    def dtype(self, name: str) -> str:
+        return self.checkpoint.dtype(self.stored[name])
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.checkpoint.shape(self.stored[name])
+
+    def read(self, name: str, start: int, stop: int) -> npt.NDArray[Any]:
+        return self.checkpoint.read(self.stored[name], start, stop)
+
+
+class TaskVectors:
+    """D_t = θ_t − θ₀ of T models that were trained from one base.
+
+    Attributes:
+        base: θ₀.
+        models: θ_t.
+        count: T.
+        names: floating-point tensors that the models have, sorted.
+        buffers: integer tensors; equal everywhere.
+        absent: tensors of the base that no model has (a pooler that the classifier doesn't use).
+
+    Raises:
+        MergeError: no models; a tensor missing, unexpected, of another shape or kind; integer buffers that
+            differ. The message names the tensor, the models and both shapes.
+    """
+
+    def __init__(self, base: Weights, models: Sequence[Weights]) -> None:
+        if not models:
+            raise MergeError("a merge needs at least one model")
+        self.base = base
+        self.models = tuple(models)
+        self.count = len(models)
+        present = {name for model in models for name in model.names}
+        self.absent = tuple(sorted(name for name in base.names if name not in present))
+        for name in self.absent:
+            if not name.startswith(_UNUSED_BY_SOME_CLASSIFIERS):
+                raise MergeError(f"tensor {name} of base {base.label} is missing from {models[0].label}")
+        for name in sorted(present):
+            for model in models:
+                _check_same(name, base, model)
+        self.names = tuple(sorted(name for name in present if base.dtype(name) in FLOATS))
+        self.buffers = tuple(sorted(present.difference(self.names)))
+        for name in self.buffers:
+            for model in models:
+                if not np.array_equal(_all(base, name), _all(model, name)):
+                    raise MergeError(
+                        f"integer tensor {name} differs between {model.label} and base {base.label}; "
+                        "integers are not merged"
+                    )
+        self._base = np.empty(CHUNK)
+        self._vectors = np.empty((self.count, CHUNK))
+
+    def size(self, name: str) -> int:
+        """How many coordinates a tensor has."""
+        return math.prod(self.base.shape(name))
+
+    @cached_property
+    def changed(self) -> tuple[str, ...]:
+        """Tensors in which some task vector isn't zero."""
+        return tuple(name for name in self.names if self._differs(name))
+
+    def chunks(self, name: str) -> Iterator[tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]]:
+        """Pieces of a flattened tensor, in order.
+
+        Yields:
+            base: (n,) θ₀.
+            vectors: (T, n) D_t. Both float64, and overwritten by the next piece.
+        """
+        size = self.size(name)
+        for start in range(0, size, CHUNK):
+            stop = min(start + CHUNK, size)
+            base, vectors = self._base[: stop - start], self._vectors[:, : stop - start]
+            base[...] = self.base.read(name, start, stop)
+            with np.errstate(invalid="ignore"):
+                for model, vector in zip(self.models, vectors, strict=True):
+                    vector[...] = model.read(name, start, stop)
+                    vector -= base
+            yield base, vectors
+
+    def _differs(self, name: str) -> bool:
+        size = self.size(name)
+        for start in range(0, size, CHUNK):
+            stop = min(start + CHUNK, size)
+            base = self.base.read(name, start, stop)
+            if any(not np.array_equal(base, model.read(name, start, stop)) for model in self.models):
+                return True
+        return False
+
+
+def _all(weights: Weights, name: str) -> npt.NDArray[Any]:
+    return weights.read(name, 0, math.prod(weights.shape(name)))
+
+
+def _check_same(name: str, base: Weights, model: Weights) -> None:
+    if name not in model.names:
+        raise MergeError(f"tensor {name} is missing from {model.label}, though another model has it")
+    if name not in base.names:
+        raise MergeError(f"tensor {name} of {model.label} is not in base {base.label}")
+    ours, theirs = model.shape(name), base.shape(name)
+    if ours != theirs:
+        words = ""
+        if name.endswith(_VOCABULARY) and ours[1:] == theirs[1:]:
+            words = f"; the vocabularies have {ours[0]} and {theirs[0]} tokens"
+        raise MergeError(
+            f"tensor {name} has shape {list(ours)} in {model.label} and {list(theirs)} in base "
+            f"{base.label}{words}"
+        )
+    if (model.dtype(name) in FLOATS) != (base.dtype(name) in FLOATS):
+        raise MergeError(
+            f"tensor {name} is {model.dtype(name)} in {model.label} and {base.dtype(name)} in base "
+            f"{base.label}"
+        )

@@ -1,0 +1,49 @@
+"""Against a full sort."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from confide.merging.selection import order_statistics
+from confide.merging.vectors import CHUNK, Arrays, TaskVectors
+
+
+def select(models: list[np.ndarray], k: int) -> list:
+    base = {
+        "a": np.zeros(models[0].size // 2, np.float32),
+        "b": np.zeros(-(-models[0].size // 2), np.float32),
+    }
+    half = models[0].size // 2
+    split = [Arrays(str(i), {"a": model[:half], "b": model[half:]}) for i, model in enumerate(models)]
+    return order_statistics(TaskVectors(Arrays("base", base), split), ["a", "b"], k)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_is_what_a_sort_finds(data: st.DataObject) -> None:
+    size = data.draw(st.integers(2, 30))
+    numbers = st.one_of(
+        st.floats(allow_nan=False, allow_infinity=False, width=32), st.sampled_from([0.0, -0.0, 1.0, -1.0])
+    )
+    models = [
+        data.draw(arrays(np.float32, size, elements=numbers)) for _ in range(data.draw(st.integers(1, 3)))
+    ]
+    k = data.draw(st.integers(1, size))
+    for model, found in zip(models, select(models, k), strict=True):
+        magnitude = np.abs(model)
+        assert found.value == np.sort(magnitude)[k - 1]
+        assert found.equal == np.sum(magnitude == found.value)
+        assert found.above == np.sum(magnitude > found.value)
+
+
+@pytest.mark.parametrize("scale", [1e-40, 1e-3, 1e30])
+def test_more_than_a_chunk(scale: float) -> None:
+    rng = np.random.default_rng(0)
+    models = [(rng.normal(size=2 * CHUNK + 999) * scale).astype(np.float32) for _ in range(2)]
+    for k in (1, CHUNK, models[0].size - 7, models[0].size):
+        for model, found in zip(models, select(models, k), strict=True):
+            assert np.float32(found.value) == np.sort(np.abs(model))[k - 1]
