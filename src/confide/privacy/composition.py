@@ -1,0 +1,280 @@
+"""Statements: of one training run, of a merge, and whether one holds."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import Literal
+
+from confide.errors import PrivacyError
+from confide.privacy import words
+from confide.privacy.accountant import epsilon
+from confide.privacy.events import Composed
+from confide.privacy.statement import Base, Claim, Spending, Statement
+from confide.privacy.streams import Adjacency, Schedule
+
+_TOLERANCE = 1e-6  # relative; what another machine's floating point may change
+
+
+def training_statement(
+    schedule: Schedule,
+    *,
+    delta: float | None,
+    dataset: str,
+    units: int,
+    run: str,
+    base: Base,
+    weights: Mapping[str, str],
+    steps_run: Mapping[str, int],
+    labels_from: Literal["declared", "file"] = "declared",
+    simulation: bool = False,
+) -> Statement:
+    """What one training run claims.
+
+    The planned schedule is charged, whatever ran. A run without noise, or with a fixed noise or sampling
+    key (`simulation`), claims nothing and says why.
+
+    Args:
+        schedule: the schedule that was executed.
+        delta: δ; may be None only when nothing is claimed.
+        dataset: the name its owner gave the data set.
+        units: n, declared public.
+        run: random identifier.
+        base: the public model that was fine-tuned.
+        weights: SHA-256 by path in the release.
+        steps_run: steps that ran, per stream.
+        labels_from: whether the labels were declared or read from the data.
+        simulation: whether the noise or the sampling can be replayed by others.
+
+    Raises:
+        PrivacyError: a private run without δ, more steps run than planned, or no finite bound.
+    """
+    reason = None
+    if not schedule.private:
+        reason = f"the run on {dataset} added no noise"
+    elif simulation:
+        reason = (
+            f"the run on {dataset} is a simulation: its noise comes from a fixed key, so it hides nothing"
+        )
+    elif delta is None:
+        raise PrivacyError(f"the private run on {dataset} has no delta")
+    spending = Spending(
+        run=run,
+        dataset=dataset,
+        units=units,
+        unit=schedule.unit,
+        adjacency=schedule.adjacency,
+        event=None if reason else schedule.event(),
+        no_claim=reason,
+        delta=None if reason else delta,
+        schedule=schedule,
+        steps_run=dict(steps_run),
+    )
+    _check_spending(spending)
+    claim, no_claim = _claim((spending,), disjoint=False)
+    sentences = words.assumptions(
+        dataset=dataset,
+        units=units,
+        unit=schedule.unit,
+        delta=spending.delta,
+        labels_from=labels_from,
+    )
+    return Statement(
+        kind="training",
+        confide=version("confide"),
+        claim=claim,
+        no_claim=no_claim,
+        base=base,
+        weights=dict(weights),
+        spendings=(spending,),
+        assumptions=sentences if claim else (),
+    )
+
+
+def compose(
+    statements: Sequence[Statement | None], *, disjoint: bool, base: Base, weights: Mapping[str, str]
+) -> Statement:
+    """What a function of several releases claims: a merge, or a merge of merges.
+
+    Spendings are united, and a run that several inputs depend on counts once. All data sets compose, unless
+    they are declared disjoint: then a unit is in one of them (under replace-one it may leave one and join
+    another, so any two compose), and the claim is that of the costliest. Runs on one data set always
+    compose. δ is the largest of the inputs'. The base and the arithmetic of merging are public.
+
+    Args:
+        statements: of the inputs; None for an input without one.
+        disjoint: whether the owners declare that no unit is in two data sets.
+        base: the common base; that all inputs have it is the merge's business.
+        weights: SHA-256 of the merged weights by path.
+
+    Raises:
+        PrivacyError: two inputs disagree about what one run spent.
+    """
+    if not statements:
+        raise PrivacyError("nothing to compose")
+    united: dict[tuple[str, str], Spending] = {}
+    sentences: dict[str, None] = {}
+    reasons: list[str] = []
+    for position, statement in enumerate(statements, start=1):
+        if statement is None:
+            reasons.append(f"input {position} carries no statement")
+            continue
+        for spending in statement.spendings:
+            key = (spending.run, spending.dataset)
+            if united.setdefault(key, spending) != spending:
+                raise PrivacyError(
+                    f"two inputs state different spendings for run {spending.run} on {spending.dataset}; one "
+                    "of them was altered"
+                )
+        sentences.update(dict.fromkeys(statement.assumptions))
+        if statement.claim is None:
+            reasons.append(statement.no_claim or f"input {position} makes no claim")
+    spendings = tuple(united.values())
+    claim, no_claim = None, "; ".join(dict.fromkeys(reasons)) or None
+    if no_claim is None:
+        claim, no_claim = _claim(spendings, disjoint=disjoint)
+    datasets = tuple(dict.fromkeys(spending.dataset for spending in spendings))
+    if disjoint and len(datasets) > 1:
+        sentences[words.disjointness(datasets)] = None
+    return Statement(
+        kind="merge",
+        confide=version("confide"),
+        claim=claim,
+        no_claim=no_claim,
+        base=base,
+        weights=dict(weights),
+        spendings=spendings,
+        disjoint="declared" if disjoint else None,
+        assumptions=tuple(sentences) if claim else (),
+    )
+
+
+def recompute(statement: Statement) -> Claim | None:
+    """The claim that the statement's events give at its δ; None where they give none."""
+    delta = statement.claim.delta if statement.claim else None
+    return _claim(statement.spendings, disjoint=statement.disjoint is not None, delta=delta)[0]
+
+
+def check(statement: Statement) -> None:
+    """Recompute the claim from the events, and the events from the schedules.
+
+    Raises:
+        PrivacyError: the printed claim is smaller than the recomputed one, an event isn't what its schedule
+            spends, or a run that claims nothing is covered by a claim.
+    """
+    if statement.kind == "training" and len(statement.spendings) != 1:
+        raise PrivacyError(f"a training statement holds one spending, not {len(statement.spendings)}")
+    keys = [(spending.run, spending.dataset) for spending in statement.spendings]
+    if len(set(keys)) != len(keys):
+        raise PrivacyError("the statement lists a run twice")
+    for spending in statement.spendings:
+        _check_spending(spending)
+    claim = statement.claim
+    if claim is None:
+        if not statement.no_claim:
+            raise PrivacyError("the statement makes no claim and doesn't say why")
+        return
+    honest, reason = _claim(statement.spendings, disjoint=statement.disjoint is not None, delta=claim.delta)
+    if honest is None:
+        raise PrivacyError(f"the statement claims epsilon = {claim.epsilon:.6g}, but {reason}")
+    for name, printed, real in (
+        ("epsilon", claim.epsilon, honest.epsilon),
+        ("epsilon by RDP", claim.epsilon_rdp, honest.epsilon_rdp),
+    ):
+        if printed < real * (1 - _TOLERANCE):
+            raise PrivacyError(
+                f"the claim doesn't hold: it says {name} = {printed:.6g}, but its events cost {real:.6g} at "
+                f"delta = {claim.delta:.3g} ({honest.accountant})"
+            )
+
+
+def per_dataset(statement: Statement) -> dict[str, Claim]:
+    """What each data set's own units may lose, at the statement's δ; empty without a claim."""
+    if statement.claim is None:
+        return {}
+    adjacency = _adjacency(statement.spendings)
+    return {
+        dataset: epsilon(event, statement.claim.delta, adjacency)
+        for dataset, event in _by_dataset(statement.spendings).items()
+    }
+
+
+def worst_case(statement: Statement) -> Claim | None:
+    """The claim if the data sets did share units, whatever was declared; None where there is none."""
+    delta = statement.claim.delta if statement.claim else None
+    return _claim(statement.spendings, disjoint=False, delta=delta)[0] if delta else None
+
+
+def _claim(
+    spendings: Sequence[Spending], *, disjoint: bool, delta: float | None = None
+) -> tuple[Claim | None, str | None]:
+    """The claim of everything together, or None and why."""
+    if not spendings:
+        return None, "nothing states what was spent"
+    for spending in spendings:
+        if spending.event is None:
+            reason = spending.no_claim or "no reason is given"
+            return None, f"run {spending.run} on {spending.dataset} claims nothing: {reason}"
+    units = {spending.unit for spending in spendings}
+    if len(units) > 1 and not disjoint:
+        listed = ", ".join(f"{spending.dataset}: {spending.unit}" for spending in spendings)
+        return None, f"the data sets protect different units ({listed}), which have no common claim"
+    for dataset in {spending.dataset for spending in spendings}:
+        named = {spending.unit for spending in spendings if spending.dataset == dataset}
+        if len(named) > 1:
+            return None, f"runs on {dataset} protect different units ({', '.join(sorted(named))})"
+    if delta is None:
+        stated = [spending.delta for spending in spendings if spending.delta is not None]
+        if not stated:
+            return None, "no run states a delta"
+        delta = max(stated)
+    adjacency = _adjacency(spendings)
+    events = _by_dataset(spendings)
+    # A unit that is replaced may leave one data set and join another.
+    touched = len(events) if not disjoint else 1 if adjacency == "add-or-remove-one" else 2
+    claims = [
+        epsilon(Composed(group), delta, adjacency)
+        for group in itertools.combinations(events.values(), min(touched, len(events)))
+    ]
+    worst = max(claims, key=lambda claim: claim.epsilon)
+    return worst.model_copy(update={"epsilon_rdp": max(claim.epsilon_rdp for claim in claims)}), None
+
+
+def _adjacency(spendings: Sequence[Spending]) -> Adjacency:
+    """The one that costs more if they differ: the same mechanisms hold under both."""
+    kinds = {spending.adjacency for spending in spendings}
+    return "replace-one" if "replace-one" in kinds else "add-or-remove-one"
+
+
+def _by_dataset(spendings: Sequence[Spending]) -> dict[str, Composed]:
+    """Everything that looked at each data set: two runs on one data set are never disjoint."""
+    events: dict[str, list[Composed]] = {}
+    for spending in spendings:
+        if spending.event is not None:
+            events.setdefault(spending.dataset, []).append(spending.event)
+    return {dataset: Composed(tuple(parts)) for dataset, parts in events.items()}
+
+
+def _check_spending(spending: Spending) -> None:
+    where = f"run {spending.run} on {spending.dataset}"
+    if spending.event is None:
+        if not spending.no_claim:
+            raise PrivacyError(f"{where} has no event and doesn't say why")
+        return
+    if spending.delta is None or not 0 < spending.delta < 1:
+        raise PrivacyError(f"{where} has no delta between 0 and 1")
+    schedule = spending.schedule
+    if schedule is None:
+        return
+    if spending.event != schedule.event():
+        raise PrivacyError(f"{where}: the event isn't what its schedule spends; one of them was altered")
+    if (spending.unit, spending.adjacency) != (schedule.unit, schedule.adjacency):
+        raise PrivacyError(f"{where}: unit or adjacency differ from the schedule's; one of them was altered")
+    planned = {stream.name: stream.steps for stream in schedule.streams}
+    for name, steps in spending.steps_run.items():
+        if not 0 <= steps <= planned.get(name, -1):
+            raise PrivacyError(
+                f"{where}: stream {name!r} ran {steps} steps, but {planned.get(name, 0)} were planned and "
+                "charged"
+            )

@@ -1,0 +1,100 @@
+"""A claim in words: what is protected, against whom, and under which assumptions."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from confide.privacy.calibration import delta_warning
+from confide.privacy.events import PoissonGaussian, leaves
+from confide.privacy.statement import Spending, Statement
+from confide.privacy.streams import Adjacency
+
+_NEIGHBOURS: dict[Adjacency, str] = {
+    "add-or-remove-one": "adding or removing",
+    "replace-one": "replacing",
+}
+
+
+def assumptions(
+    *, dataset: str, units: int, unit: str, delta: float | None, labels_from: Literal["declared", "file"]
+) -> tuple[str, ...]:
+    """Sentences under which the claim of one training run holds."""
+    sentences = [
+        "Noise was drawn and added as the schedule says. Whoever ran the training asserts this; others can "
+        "recompute the claim, but not see the noise.",
+        "Hyper-parameters were not chosen privately: trying several settings on the same records, and "
+        "keeping the best, is not accounted for.",
+        f"The number of units of {dataset} ({units}) is public, and so is what follows from it: sampling "
+        "rate, steps and delta.",
+        "The claim holds against somebody who sees every noisy update; who sees only the final model sees "
+        "less than the accounting assumes.",
+        "The base model is public. If its own training data held these records, this claim doesn't cover it.",
+        "Running time, memory and aborted runs are not protected.",
+    ]
+    if unit != "record":
+        sentences.append(
+            f"A unit of {dataset} is everything that shares a value of column {unit}; the column tells units "
+            "apart correctly."
+        )
+    if labels_from == "file":
+        sentences.append(f"The names of the labels of {dataset} were read from its file and count as public.")
+    if delta is not None and (warning := delta_warning(delta, units)):
+        sentences.append(f"{dataset}: {warning}.")
+    return tuple(sentences)
+
+
+def disjointness(datasets: tuple[str, ...]) -> str:
+    """What a declared disjointness assumes."""
+    return (
+        f"The data sets {_list(datasets)} share no unit, and which data set a unit belongs to is fixed. "
+        "Their owners declared it; if it is wrong, the claim is too small."
+    )
+
+
+def describe(statement: Statement) -> tuple[str, ...]:
+    """The statement as sentences, for the terminal and the card."""
+    lines = []
+    claim = statement.claim
+    datasets = tuple(dict.fromkeys(spending.dataset for spending in statement.spendings))
+    if claim is None:
+        lines.append(f"No privacy is claimed: {statement.no_claim or 'no reason is given'}")
+    else:
+        change = sorted({_NEIGHBOURS[spending.adjacency] for spending in statement.spendings})
+        names = {spending.unit for spending in statement.spendings}
+        unit = "record" if names == {"record"} else "unit"
+        lines.append(
+            f"The weights are (ε = {claim.epsilon:.4g}, δ = {claim.delta:.3g})-differentially private for "
+            f"{' or '.join(change)} any one {unit} of {_list(datasets)}. The bound is {claim.accountant}; by "
+            f"RDP it is ε = {claim.epsilon_rdp:.4g}."
+        )
+        if statement.disjoint and len(datasets) > 1:
+            lines.append(
+                "The data sets are declared to share no unit, so the claim is that of the data set that "
+                "costs most, not their sum."
+            )
+    lines += [_spending(spending) for spending in statement.spendings]
+    return tuple(lines)
+
+
+def _spending(spending: Spending) -> str:
+    start = (
+        f"Run {spending.run} on {spending.dataset} ({spending.units} units; a unit is one {_unit(spending)})"
+    )
+    if spending.event is None:
+        return f"{start}: no claim, {spending.no_claim or 'no reason is given'}"
+    ran = ", ".join(f"{name} {steps}" for name, steps in spending.steps_run.items())
+    queries = "; ".join(_query(leaf) for leaf in leaves(spending.event)) or "nothing was asked"
+    return f"{start}: {queries}. Steps run: {ran}."
+
+
+def _query(leaf: PoissonGaussian) -> str:
+    sigmas = " and ".join(f"{sigma:.4g}" for sigma in leaf.noise_multipliers)
+    return f"{leaf.steps} draws at sampling rate {leaf.sampling_rate:.4g}, noise multiplier {sigmas}"
+
+
+def _unit(spending: Spending) -> str:
+    return "record" if spending.unit == "record" else f"value of {spending.unit}"
+
+
+def _list(names: tuple[str, ...]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
