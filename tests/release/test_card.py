@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from confide.privacy.statement import Statement
-from confide.release.card import _up, render
+from confide.release.card import round_up, render
 from confide.release.format import ReleaseInfo
 
 
@@ -59,8 +59,8 @@ def test_a_local_base_is_no_hub_name(info: ReleaseInfo, statement: Statement) ->
     ("epsilon", "shown"), [(1.8280001, "1.829"), (4.0, "4"), (0.46700000001, "0.4671"), (12345.6, "12350")]
 )
 def test_epsilon_is_rounded_up(epsilon: float, shown: str) -> None:
-    assert _up(epsilon) == shown
-    assert float(_up(epsilon)) >= epsilon
+    assert round_up(epsilon) == shown
+    assert float(round_up(epsilon)) >= epsilon
 
 
 def test_the_command_in_the_card_works(tmp_path: Path, save, info: ReleaseInfo, statement: Statement) -> None:

@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from confide.cli import privacy
+from confide.cli import merge, privacy
 from confide.errors import ConfideError
 
 app = typer.Typer(
@@ -18,6 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(privacy.app, name="privacy")
+app.command("merge")(merge.merge)
 
 
 @app.callback()

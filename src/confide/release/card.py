@@ -130,7 +130,7 @@ def _promise(claim: Claim, statement: Statement) -> str:
     units = " or ".join(sorted({f"one {spending.unit}" for spending in statement.spendings})) or "one record"
     adjacency = {spending.adjacency for spending in statement.spendings}
     change = "replaced by another" if adjacency == {"replace-one"} else "added or removed"
-    shared, renyi = "", _up(claim.epsilon_rdp)
+    shared, renyi = "", round_up(claim.epsilon_rdp)
     if statement.kind == "merge" and len({spending.dataset for spending in statement.spendings}) > 1:
         shared = (
             " The data sets were declared to share no unit, so each unit is in one of them; if that "
@@ -139,7 +139,7 @@ def _promise(claim: Claim, statement: Statement) -> str:
             else " Nobody declared that the data sets share no unit, so what was spent on each is added up."
         )
     return (
-        f"**ε = {_up(claim.epsilon)}, δ = {claim.delta:.3g}.** Whether {units} was {change} changes the "
+        f"**ε = {round_up(claim.epsilon)}, δ = {claim.delta:.3g}.** Whether {units} was {change} changes the "
         f"probability of any outcome of the training by at most a factor e^ε, up to δ. That holds against "
         f"anybody who has these weights, whatever else they know and however much they compute. It is an "
         f"upper bound ({claim.accountant}); the Rényi bound at the same δ is {renyi}.{shared}"
@@ -161,7 +161,7 @@ def _gaussians(spending: Spending) -> tuple[PoissonGaussian, ...]:
     return leaves(spending.event) if spending.event else ()
 
 
-def _up(epsilon: float) -> str:
+def round_up(epsilon: float) -> str:
     """Four significant digits, rounded up: a card must not claim less than was computed."""
     with localcontext(Context(prec=4, rounding=ROUND_CEILING)):
         return f"{+Decimal(epsilon):f}"
