@@ -51,9 +51,9 @@ def train(
 ) -> History:
     """Execute the schedule; the bound parameters hold the result.
 
-    Guarantee: every parameter changes only through Gaussian queries that `schedule.event()` prices, and through
-    functions of their answers and of public values. Weights are bitwise restored after an ascent; parameters
-    outside the schedule never change.
+    Guarantee: every parameter changes only through Gaussian queries that `schedule.event()` prices, and
+    through functions of their answers and of public values. Weights are bitwise restored after an ascent;
+    parameters outside the schedule never change.
 
     Args:
         keys: address noise and draws; fixed keys make the run a simulation.

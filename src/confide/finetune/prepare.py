@@ -10,7 +10,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from confide.models.adapters import Adapted
 from confide.models.backbones import Classifier
 from confide.models.tail import Features, Source, Tail, features, supports
 from confide.tasks.records import TaskData

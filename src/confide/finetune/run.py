@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ from confide.gradients.keys import Keys
 from confide.models.adapters import Adapted, adapt, plain_state
 from confide.models.backbones import Classifier, load_classifier, resolve
 from confide.privacy.calibration import calibrate, resolve_delta
-from confide.privacy.composition import new_run, training_statement
+from confide.privacy.composition import training_statement
 from confide.privacy.statement import Base, Statement
 from confide.privacy.streams import Budget, Schedule
 from confide.release.format import WEIGHTS, Head, ReleaseInfo
@@ -148,13 +149,13 @@ def finetune(
     Args:
         prepared: the task's records under this base.
         dataset: the name that its owner gave the data; the task's own if None.
-        keys: None for fresh ones from the operating system; fixed ones make a simulation, whose statement claims
-            nothing.
+        keys: None for fresh ones from the operating system; fixed ones make a simulation, whose statement
+            claims nothing.
         on_plan: called with the calibrated schedule before anything looks at a record.
         progress: called with (what, done, total).
 
-    Guarantee: the result's weights are (ε, δ)-DP in the training units as `statement` says, provided the caller
-    publishes nothing else that was computed from them (`history` and `score` are not noised).
+    Guarantee: the result's weights are (ε, δ)-DP in the training units as `statement` says, provided the
+    caller publishes nothing else that was computed from them (`history` and `score` are not noised).
     """
     task = prepared.task
     keys = keys or Keys.fresh()
@@ -182,10 +183,11 @@ def finetune(
         delta=delta,
         dataset=dataset or task.name,
         units=task.train.units.count,
-        run=new_run(),
+        run=uuid.uuid4().hex,
         base=base.identity,
+        weights={},
         steps_run=history.steps_run,
-        simulated=keys.simulated,
         labels_from=task.labels_from,
+        simulation=keys.simulated,
     )
     return FineTuned(prepared, adapted, settings, schedule, history, statement)

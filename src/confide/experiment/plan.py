@@ -1,0 +1,152 @@
+"""A study as a YAML file: one base, some tasks, methods to compare, operators to merge with."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from confide.errors import ConfigError
+from confide.finetune.settings import Settings
+from confide.models.adapters import Trainable
+
+
+class TaskPlan(BaseModel):
+    """One task: a registered one by `name`, or a file of one's own with `data`, `text` and `label`.
+
+    Attributes:
+        name: registered task, or what to call the file's.
+        records: keep at most this many training units, picked at random with seed 0.
+        test_records: score on at most this many test units.
+        data, text, label, labels, unit, test_size: as in `confide train`.
+    """
+
+    name: str
+    records: int | None = Field(default=None, gt=0)
+    test_records: int | None = Field(default=None, gt=0)
+    data: Path | None = None
+    text: str | None = None
+    label: str | None = None
+    labels: tuple[str, ...] | None = None
+    unit: str | None = None
+    test_size: float = Field(default=0.2, gt=0, lt=1)
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @model_validator(mode="after")
+    def _file_is_complete(self) -> TaskPlan:
+        if self.data is not None and (self.text is None or self.label is None):
+            raise ValueError("a task with data needs text and label: the names of its columns")
+        return self
+
+
+class MergePlan(BaseModel):
+    """A merge operator and its parameters."""
+
+    operator: str
+    parameters: dict[str, float | str] = {}
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Plan(BaseModel):
+    """A whole study.
+
+    Attributes:
+        base: folder, `package:NAME` or hub id of the public model.
+        disjoint: the owner declares that no unit is in two tasks; the run checks that no text is.
+        settings: shared by all methods; every key of `Settings` but `method` and `seed`.
+        pretrained: settings of the floor: the untouched encoder with a private head. None leaves it out.
+        methods: by name, each with what differs from `settings`. `method` may be given where the name
+            isn't one, so that ablations can be listed.
+        merges: operators to merge each method's models with.
+        seeds: of initial weights; noise and sampling are fresh in every run.
+    """
+
+    title: str
+    base: str
+    disjoint: Literal["declared"] | None = None
+    tasks: tuple[TaskPlan, ...] = Field(min_length=1)
+    settings: dict[str, Any] = {}
+    pretrained: dict[str, Any] | None = None
+    methods: dict[str, dict[str, Any]] = {}
+    merges: tuple[MergePlan, ...] = ()
+    seeds: tuple[int, ...] = (0,)
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> Plan:
+        names = [task.name for task in self.tasks]
+        if len(set(names)) != len(names):
+            raise ValueError("two tasks have the same name")
+        if "pretrained" in self.methods:
+            raise ValueError("`pretrained` is a key of its own, beside `methods`")
+        return self
+
+    def settings_of(self, method: str, seed: int) -> Settings:
+        """The settings of one method (or `pretrained`) under one seed.
+
+        Raises:
+            ConfigError: an unknown key or a value out of range; names the method and the key.
+        """
+        if method == "pretrained":
+            own: dict[str, Any] = {"method": "dp-adamw", **(self.pretrained or {})}
+            own["trainable"] = Trainable(kind="head")
+        else:
+            own = {"method": method, **self.methods[method]}
+        try:
+            return Settings.model_validate({**self.settings, **own, "seed": seed})
+        except ValidationError as error:
+            raise ConfigError(f"method {method!r}: {_first(error, Settings)}") from None
+
+
+def read(path: Path, *, fast: bool = False) -> Plan:
+    """Read a study.
+
+    Args:
+        fast: lay the file's `fast:` section over it: a shorter run of the same shape.
+
+    Raises:
+        ConfigError: the file is missing, isn't YAML, or holds an unknown key or a bad value.
+    """
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"there is no file {path}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold keys such as base, tasks and methods")
+    shorter = content.pop("fast", None)
+    if fast and shorter is None:
+        raise ConfigError(f"{path} has no `fast:` section, so --fast doesn't know what to shorten")
+    try:
+        plan = Plan.model_validate(_over(content, shorter) if fast else content)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {_first(error, Plan)}") from None
+    for method in [*plan.methods, *(["pretrained"] if plan.pretrained is not None else [])]:
+        plan.settings_of(method, plan.seeds[0])
+    return plan
+
+
+def _over(below: Any, above: Any) -> Any:
+    if isinstance(below, dict) and isinstance(above, dict):
+        return {
+            key: _over(below.get(key), above[key]) if key in above else below[key]
+            for key in {**below, **above}
+        }
+    return above
+
+
+def _first(error: ValidationError, model: type[BaseModel]) -> str:
+    """The first complaint: key, what is wrong, and the key that was perhaps meant."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        near = get_close_matches(str(first["loc"][-1]), list(model.model_fields), n=1)
+        return f"unknown key {where}" + (f"; did you mean {near[0]!r}?" if near else "")
+    return f"{where}: {first['msg']}" if where else str(first["msg"])
