@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from confide.errors import PrivacyError
 from confide.privacy.streams import Clipping
 
 # Sums of up to a million float64 terms are exact to this relative error (Higham 2002, section 4.2).
@@ -31,6 +32,10 @@ def clip_factors(squares: Tensor, slack: Tensor, clipping: Clipping, dtype: torc
             factor = torch.where(norm <= clipping.bound, 1.0, clipping.bound / norm * shrink)
         case "normalised":
             factor = clipping.bound / (norm + clipping.stability) * shrink
+        case "none":
+            raise PrivacyError(
+                "an unclipped gradient has no bounded sensitivity; it never enters a private sum"
+            )
     return torch.where(norm.isfinite(), factor, 0.0)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -9,60 +11,69 @@ from torch import Tensor
 _TOLERANCE = 2.0**-7
 
 
-def squared_norms(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """‖Σ_s g_s a_sᵀ‖² per first index, and how far the true value may lie above.
+@dataclass(frozen=True)
+class Gram:
+    """Inner products of tokens.
 
-    Args:
-        a: (n, S, p).
-        g: (n, S, d), same dtype.
+    Attributes:
+        tokens: (n, S, p).
+        products: (n, S, S).
+        lengths: (n, S), token norms, a trifle more.
+        error: γ, so that a product of tokens s and t errs by at most γ·lengths_s·lengths_t.
+    """
+
+    tokens: Tensor
+    products: Tensor
+    lengths: Tensor
+    error: float
+
+    @classmethod
+    def of(cls, tokens: Tensor) -> Gram:
+        """Inner products of `tokens` (n, S, p) in their own dtype."""
+        products = tokens @ tokens.mT
+        number = torch.finfo(tokens.dtype)
+        unit = number.eps / 2
+        # The floor makes γ·lengths_s·lengths_t cover underflow too, at most `tiny` per term.
+        floor = 2 * number.tiny / unit
+        lengths = (products.diagonal(dim1=1, dim2=2).clamp(min=0) + floor).sqrt()
+        # Four roundings more: the lengths' own, and that of multiplying two products.
+        terms = tokens.shape[-1] + 4
+        return cls(tokens, products, lengths, terms * unit / (1 - terms * unit))
+
+
+def squared_norms(a: Gram, g: Gram) -> tuple[Tensor, Tensor]:
+    """‖Σ_s g_s a_sᵀ‖² per first index, and how far the true value may lie above.
 
     Returns:
         squares: (n,) float64; non-finite where a or g is.
         slack: (n,) float64.
     """
-    if a.shape[1] == 1:
-        squares = _squares(a[:, 0]) * _squares(g[:, 0])
-        return squares, torch.zeros_like(squares)
-    squares, slack = _gram(a, g)
-    if a.dtype != torch.float64:
-        # Underflow is outside the bound's model, hence the floor; NaN compares false.
-        sure = (slack <= _TOLERANCE * squares) & (squares > 1e-24) & slack.isfinite()
+    squares, slack = _with_bound(a, g)
+    if a.tokens.dtype != torch.float64:
+        # NaN compares false. A γ too large for the bound's own rounding makes this false as well.
+        sure = (slack <= _TOLERANCE * squares) & slack.isfinite()
         again = (~sure).nonzero()[:, 0]
         if len(again):
-            squares[again], slack[again] = _gram(a[again].double(), g[again].double())
+            exact = _with_bound(Gram.of(a.tokens[again].double()), Gram.of(g.tokens[again].double()))
+            squares[again], slack[again] = exact
     return squares, slack
 
 
-def _squares(x: Tensor) -> Tensor:
-    return x.to(torch.float64).square().sum(-1)
-
-
-def _gram(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+def _with_bound(a: Gram, g: Gram) -> tuple[Tensor, Tensor]:
     """Gram form with its forward error bound.
 
     An inner product of length n computed in any order errs by at most γ_n‖x‖‖y‖, γ_n = nu/(1 − nu)
-    (Higham 2002, section 3.1), so with α_s = ‖a_s‖, β_s = ‖g_s‖, A = aaᵀ, G = ggᵀ the sum errs by at most
-    γ_p Σ α_s α_t|G_st| + γ_d Σ β_s β_t|A_st| + γ_p γ_d (Σ α_s β_s)², and each product by one rounding more.
+    (Higham 2002, section 3.1), so with α_s = ‖a_s‖, β_s = ‖g_s‖, A = aaᵀ, G = ggᵀ the sum Σ A_st G_st errs
+    by at most γ_p Σ α_s α_t|G_st| + γ_d Σ β_s β_t|A_st| + γ_p γ_d (Σ α_s β_s)².
     """
-    A, G = a @ a.mT, g @ g.mT
-    alpha, beta = _lengths(A), _lengths(G)
-    squares = (A * G).sum((1, 2), dtype=torch.float64)
-    gamma_a, gamma_g = _gamma(a.shape[-1] + 4, a.dtype), _gamma(g.shape[-1] + 4, a.dtype)
-    first = gamma_a * _form(G.abs_(), alpha) + gamma_g * _form(A.abs_(), beta)
-    second = 4 * gamma_a * gamma_g * (alpha * beta).sum(1).to(torch.float64).square()
-    # The bound itself is computed with rounding.
-    return squares, (first + second) * (1 + 1e-3)
+    squares = (a.products * g.products).sum((1, 2), dtype=torch.float64)
+    first = a.error * _form(g.products, a.lengths) + g.error * _form(a.products, g.lengths)
+    second = 4 * a.error * g.error * (a.lengths * g.lengths).sum(1).to(torch.float64).square()
+    second += a.products[0].numel() * torch.finfo(a.products.dtype).tiny
+    # The bound itself is computed with rounding, from rounded lengths.
+    return squares, (first + second) * (1 + 1e-2)
 
 
-def _lengths(gram: Tensor) -> Tensor:
-    return gram.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt()
-
-
-def _form(matrix: Tensor, x: Tensor) -> Tensor:
-    """xᵀ·matrix·x per first index, float64."""
-    return ((matrix @ x[:, :, None])[:, :, 0] * x).sum(1, dtype=torch.float64)
-
-
-def _gamma(n: int, dtype: torch.dtype) -> float:
-    unit = torch.finfo(dtype).eps / 2
-    return n * unit / (1 - n * unit)
+def _form(products: Tensor, x: Tensor) -> Tensor:
+    """xᵀ|products|x per first index, float64."""
+    return products.abs().mul_(x[:, None, :]).sum(2).mul_(x).sum(1, dtype=torch.float64)

@@ -7,8 +7,33 @@ import os
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 _SECRET_BYTES = 32
+_BLOCK_WORDS = 2  # an AES block is 128 bits
+
+
+@dataclass(frozen=True)
+class KeyStream:
+    """Uniform 64-bit words that nobody without the key can tell from random ones: AES-256, counter mode.
+
+    Word i is a function of the key and i alone (NIST SP 800-38A), so parts of the stream can be read in
+    any order and on any thread.
+
+    Attributes:
+        key: 32 bytes; left out of `repr`.
+    """
+
+    key: bytes = field(repr=False)
+
+    def words(self, first: int, count: int) -> npt.NDArray[np.uint64]:
+        """Words `first` … `first + count − 1`; both even."""
+        if first % _BLOCK_WORDS or count % _BLOCK_WORDS:
+            raise ValueError("words are read in whole blocks of two")
+        counter = (first // _BLOCK_WORDS).to_bytes(16, "big")
+        encryptor = Cipher(algorithms.AES256(self.key), modes.CTR(counter)).encryptor()
+        return np.frombuffer(encryptor.update(bytes(8 * count)), dtype="<u8")
 
 
 @dataclass(frozen=True)
@@ -38,11 +63,11 @@ class Key:
         secret = hashlib.blake2b(str(int(seed)).encode(), digest_size=_SECRET_BYTES, person=b"confide.seed")
         return cls(secret.digest(), simulated=True)
 
-    def generator(self, stream: str, step: int, query: str) -> np.random.Generator:
-        """The Philox stream at an address: replay is identical, and no two addresses share a stream.
+    def generator(self, stream: str, step: int, query: str) -> KeyStream:
+        """The stream at an address: replay is identical, and no two addresses share a stream.
 
-        The 128-bit Philox key is a keyed hash of the address, so what is drawn at one address says
-        nothing about another (Salmon et al. 2011; BLAKE2, RFC 7693).
+        Its key is a keyed hash of the address (BLAKE2b, RFC 7693), so what is drawn at one address says
+        nothing about another.
 
         Args:
             stream: name of the stream, or of the draw.
@@ -53,8 +78,10 @@ class Key:
             len(part).to_bytes(8, "big") + part
             for part in (stream.encode(), str(int(step)).encode(), query.encode())
         )
-        digest = hashlib.blake2b(address, digest_size=16, key=self.secret, person=b"confide.address")
-        return np.random.Generator(np.random.Philox(key=int.from_bytes(digest.digest(), "big")))
+        digest = hashlib.blake2b(
+            address, digest_size=_SECRET_BYTES, key=self.secret, person=b"confide.address"
+        )
+        return KeyStream(digest.digest())
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from confide.gradients.clipping import round_down
+from confide.gradients.gram import Gram
 
 
 class Rows:
@@ -28,6 +29,7 @@ class Rows:
         self._sizes = torch.bincount(unit, minlength=units)
         self.share = 1.0 / self._sizes.clamp(min=1).to(torch.float64)
         self.single = bool((self._sizes <= 1).all())
+        self._gram: Gram | None = None
         self._identity = self.count == units and bool((unit == torch.arange(units, device=unit.device)).all())
 
     def sum(self, values: Tensor) -> Tensor:
@@ -35,6 +37,13 @@ class Rows:
         if self._identity:
             return values
         return values.new_zeros((self.units, *values.shape[1:])).index_add_(0, self.unit, values)
+
+    def gram(self, tokens: Tensor) -> Gram:
+        """Inner products of an input; layers that share it (query, key, value) come one after another."""
+        held = self._gram
+        if held is None or not _same(held.tokens, tokens):
+            held = self._gram = Gram.of(tokens)
+        return held
 
     def joined(self, values: Tensor) -> Tensor:
         """(rows, S, p) → (units, m·S, p): the rows of a unit one after another, short units padded with 0."""
@@ -125,7 +134,7 @@ class PerUnit:
 
     def add_to(self, sums: Sums, factors: Tensor, rows: Rows) -> None:
         flat = without(self.values.flatten(1), factors == 0)
-        sums.add(self.name, round_down(factors, flat.dtype) @ flat)
+        sums.add(self.name, torch.mv(flat.T, round_down(factors, flat.dtype)))
 
 
 @dataclass
@@ -147,6 +156,16 @@ class AtIndex:
         factor = factors[self.unit]
         values = without(self.values, factor == 0)
         sums.add_at(self.name, self.index, values * round_down(factor, values.dtype)[:, None])
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return (
+        x.data_ptr() == y.data_ptr()
+        and x.shape == y.shape
+        and x.stride() == y.stride()
+        and x.dtype == y.dtype
+        and x._version == y._version
+    )
 
 
 def without(values: Tensor, dropped: Tensor) -> Tensor:

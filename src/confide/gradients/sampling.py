@@ -38,9 +38,10 @@ def poisson_draw(key: Key, draw: str, step: int, count: int, rate: float) -> npt
     if rate == 1:
         return np.arange(count, dtype=np.int64)
     threshold = np.uint64(int(Fraction(rate) * 2**64))
-    words = key.generator(draw, step, "draw").bit_generator
+    stream = key.generator(draw, step, "draw")
     found = [np.empty(0, np.int64)]
     for start in range(0, count, _BLOCK):
-        joins = words.random_raw(min(_BLOCK, count - start)) < threshold
+        size = min(_BLOCK, count - start)
+        joins = stream.words(start, size + size % 2)[:size] < threshold
         found.append(start + np.flatnonzero(joins).astype(np.int64))
     return np.concatenate(found)

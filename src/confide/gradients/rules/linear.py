@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
 
 from confide.gradients.clipping import round_down
-from confide.gradients.gram import squared_norms
+from confide.gradients.gram import Gram, squared_norms
 from confide.gradients.parts import Part, PerUnit, Rows, Sums, without
 
 
@@ -47,14 +48,24 @@ class _Product:
     def __init__(self, name: str, a: Tensor, g: Tensor, rows: Rows) -> None:
         self.name = name
         self._a, self._g = a, g
-        if rows.single:
-            squares, slack = squared_norms(a, g)
+        if a.shape[1] == 1 and rows.single:
+            self.squares, self.slack = rows.sum(_squares(a) * _squares(g)), None
+        elif rows.single:
+            squares, slack = squared_norms(rows.gram(a), Gram.of(g))
             self.squares, self.slack = rows.sum(squares), rows.sum(slack)
         else:
-            self.squares, self.slack = squared_norms(rows.joined(a), rows.joined(g))
+            self.squares, self.slack = squared_norms(Gram.of(rows.joined(a)), Gram.of(rows.joined(g)))
 
     def add_to(self, sums: Sums, factors: Tensor, rows: Rows) -> None:
         factor = factors[rows.unit]
-        a = without(self._a, factor == 0)
-        g = without(self._g, factor == 0) * round_down(factor, self._g.dtype)[:, None, None]
+        a, g = without(self._a, factor == 0), without(self._g, factor == 0)
+        scale = round_down(factor, g.dtype)[:, None, None]
+        if a.shape[2] < g.shape[2]:
+            a = a * scale
+        else:
+            g = g * scale
         sums.add_product(self.name, g.flatten(0, 1), a.flatten(0, 1))
+
+
+def _squares(x: Tensor) -> Tensor:
+    return x[:, 0].to(torch.float64).square().sum(-1)
