@@ -2,6 +2,174 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
 import typer
 
+from confide.cli.output import print_json
+
+if TYPE_CHECKING:
+    from confide.privacy.statement import Claim, Statement
+
 app = typer.Typer(help="Compute and check privacy claims.", no_args_is_help=True)
+
+_Delta = Annotated[str, typer.Option(help="A number, or auto, 1/n, n^-1.1 (these need --records).")]
+_Records = Annotated[int | None, typer.Option(help="n, the number of records (or other units).")]
+_Queries = Annotated[int, typer.Option(help="Noisy queries on each draw; 2 for DP-Merging's pair.")]
+_Adjacency = Annotated[
+    Literal["add-or-remove-one", "replace-one"], typer.Option(help="Which data sets are neighbours.")
+]
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+@app.command("epsilon")
+def epsilon(
+    sampling_rate: Annotated[float, typer.Option(help="Poisson rate q: expected batch / records.")],
+    noise_multiplier: Annotated[float, typer.Option(help="σ: noise on a query / clipping bound.")],
+    steps: Annotated[int, typer.Option(help="Number of draws.")],
+    delta: _Delta,
+    queries: _Queries = 1,
+    records: _Records = None,
+    adjacency: _Adjacency = "add-or-remove-one",
+    json: _Json = False,
+) -> None:
+    """The ε that a number of noisy steps costs."""
+    from confide.errors import PrivacyError
+    from confide.privacy import accountant
+    from confide.privacy.distinguisher import epsilon_lower
+    from confide.privacy.events import PoissonGaussian
+
+    if queries < 1 or steps < 1:
+        raise PrivacyError(f"--steps and --queries must be at least 1, not {steps} and {queries}")
+    event = PoissonGaussian(sampling_rate, (noise_multiplier,) * queries, steps)
+    small = _delta(delta, records)
+    claim = accountant.epsilon(event, small, adjacency)
+    lower = epsilon_lower(event, small, adjacency)
+    if json:
+        print_json(claim.model_dump() | {"epsilon_lower": lower})
+        return
+    print(f"ε = {_up(claim.epsilon)} at δ = {small:.4g}   (upper bound: {claim.accountant})")
+    print(f"ε = {_up(claim.epsilon_rdp)} by RDP; certainly not below {lower:.5g}")
+
+
+@app.command("noise")
+def noise(
+    epsilon: Annotated[float, typer.Option(help="ε of the budget.")],
+    delta: _Delta,
+    records: Annotated[int, typer.Option(help="n, the number of records (or other units).")],
+    batch: Annotated[float, typer.Option(help="Expected batch; the sampling rate is batch / records.")],
+    epochs: Annotated[
+        float | None, typer.Option(help="Steps are epochs · records / batch, rounded up.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Number of draws, instead of --epochs.")] = None,
+    queries: _Queries = 1,
+    adjacency: _Adjacency = "add-or-remove-one",
+    json: _Json = False,
+) -> None:
+    """The smallest noise multiplier with which training fits a budget."""
+    from confide.errors import ConfigError
+    from confide.privacy import accountant, calibration
+    from confide.privacy.events import PoissonGaussian
+    from confide.privacy.streams import Budget
+
+    if records < 1:
+        raise ConfigError(f"--records must be at least 1, not {records}")
+    if not 0 < batch <= records:
+        raise ConfigError(
+            f"the expected batch must lie between 0 and the number of records ({records}), not {batch:g}"
+        )
+    if (epochs is None) == (steps is None):
+        raise ConfigError("give either --epochs or --steps")
+    draws = steps if steps is not None else _steps(epochs, records, batch)
+    if draws < 1:
+        raise ConfigError(f"there must be at least one step, not {draws}")
+    budget = Budget(epsilon, _delta(delta, records))
+    rate = batch / records
+    sigma = calibration.noise_multiplier(rate, draws, budget, queries=queries, adjacency=adjacency)
+    claim = accountant.epsilon(PoissonGaussian(rate, (sigma,) * queries, draws), budget.delta, adjacency)
+    if json:
+        facts = {"sampling_rate": rate, "steps": draws, "queries": queries}
+        print_json({"noise_multiplier": sigma} | facts | claim.model_dump())
+        return
+    each = f" on each of {queries} queries per draw" if queries > 1 else ""
+    print(f"noise multiplier σ = {_up(sigma)}{each}, {draws} steps at sampling rate {rate:.4g}")
+    print(f"ε = {_up(claim.epsilon)} at δ = {budget.delta:.4g}   (upper bound: {claim.accountant})")
+    print(f"ε = {_up(claim.epsilon_rdp)} by RDP")
+
+
+@app.command("show")
+def show(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A release folder.")], json: _Json = False
+) -> None:
+    """What a release claims, in words, recomputed from its events."""
+    from confide.privacy import composition, statement, words
+
+    found = statement.read(folder)
+    composition.check(found)
+    honest = composition.recompute(found)
+    separate = composition.per_dataset(found) if found.kind == "merge" else {}
+    together = composition.worst_case(found) if found.disjoint else None
+    if json:
+        print_json(_as_json(found, honest, separate, together))
+        return
+    for line in words.describe(found):
+        print(line)
+    for dataset, claim in separate.items():
+        print(f"  {dataset} alone: ε = {_up(claim.epsilon)}")
+    if together:
+        print(f"  if the data sets did share units: ε = {_up(together.epsilon)}")
+    if found.assumptions:
+        print("Assumptions:")
+    for line in found.assumptions:
+        print(f"- {line}")
+    if honest and found.claim:
+        print(
+            f"Recomputed from the events: ε = {_up(honest.epsilon)} ({honest.accountant}). The claim holds."
+        )
+
+
+def _as_json(
+    found: Statement, honest: Claim | None, separate: dict[str, Claim], together: Claim | None
+) -> dict[str, Any]:
+    return {
+        "claim": found.claim.model_dump() if found.claim else None,
+        "no_claim": found.no_claim,
+        "recomputed": honest.model_dump() if honest and found.claim else None,
+        "datasets": {name: claim.model_dump() for name, claim in separate.items()},
+        "if_not_disjoint": together.model_dump() if together else None,
+        "spendings": [spending.model_dump(mode="json") for spending in found.spendings],
+        "assumptions": list(found.assumptions),
+    }
+
+
+def _delta(delta: str, records: int | None) -> float:
+    """δ as a number; a warning about a weak one goes to stderr."""
+    from confide.errors import ConfigError
+    from confide.privacy.calibration import delta_warning, resolve_delta
+
+    if records is None and delta in ("auto", "1/n", "n^-1.1"):
+        raise ConfigError(f"--delta {delta} needs --records")
+    value = resolve_delta(delta, 1 if records is None else records)
+    if records is not None and (warning := delta_warning(value, records)):
+        typer.echo(f"confide: warning: {warning}", err=True)
+    return value
+
+
+def _steps(epochs: float | None, records: int, batch: float) -> int:
+    import math
+    from fractions import Fraction
+
+    from confide.errors import ConfigError
+
+    if epochs is None or not (math.isfinite(epochs) and epochs > 0):
+        raise ConfigError(f"--epochs must be a positive number, not {epochs}")
+    # As decimals, as typed: 0.1 epochs is not a hair more than a tenth.
+    return math.ceil(Fraction(str(epochs)) * records / Fraction(str(batch)))
+
+
+def _up(value: float) -> str:
+    """Five significant digits, rounded up: what is printed must not promise more than was computed."""
+    from decimal import ROUND_CEILING, Context, Decimal
+
+    return f"{Context(prec=5, rounding=ROUND_CEILING).create_decimal(Decimal(value)):f}"

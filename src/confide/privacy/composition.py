@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import secrets
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Literal
@@ -17,6 +18,11 @@ from confide.privacy.streams import Adjacency, Schedule
 _TOLERANCE = 1e-6  # relative; what another machine's floating point may change
 
 
+def new_run() -> str:
+    """A random identifier for a training run, so that what it spent is counted once."""
+    return secrets.token_hex(8)
+
+
 def training_statement(
     schedule: Schedule,
     *,
@@ -25,15 +31,15 @@ def training_statement(
     units: int,
     run: str,
     base: Base,
-    weights: Mapping[str, str],
     steps_run: Mapping[str, int],
     labels_from: Literal["declared", "file"] = "declared",
-    simulation: bool = False,
+    simulated: bool = False,
+    weights: Mapping[str, str] | None = None,
 ) -> Statement:
     """What one training run claims.
 
     The planned schedule is charged, whatever ran. A run without noise, or with a fixed noise or sampling
-    key (`simulation`), claims nothing and says why.
+    key (`simulated`), claims nothing and says why.
 
     Args:
         schedule: the schedule that was executed.
@@ -42,10 +48,10 @@ def training_statement(
         units: n, declared public.
         run: random identifier.
         base: the public model that was fine-tuned.
-        weights: SHA-256 by path in the release.
         steps_run: steps that ran, per stream.
         labels_from: whether the labels were declared or read from the data.
-        simulation: whether the noise or the sampling can be replayed by others.
+        simulated: whether the noise or the sampling can be replayed by others.
+        weights: SHA-256 by path; writing the release fills them in.
 
     Raises:
         PrivacyError: a private run without δ, more steps run than planned, or no finite bound.
@@ -53,7 +59,7 @@ def training_statement(
     reason = None
     if not schedule.private:
         reason = f"the run on {dataset} added no noise"
-    elif simulation:
+    elif simulated:
         reason = (
             f"the run on {dataset} is a simulation: its noise comes from a fixed key, so it hides nothing"
         )
@@ -86,14 +92,18 @@ def training_statement(
         claim=claim,
         no_claim=no_claim,
         base=base,
-        weights=dict(weights),
+        weights=dict(weights or {}),
         spendings=(spending,),
         assumptions=sentences if claim else (),
     )
 
 
 def compose(
-    statements: Sequence[Statement | None], *, disjoint: bool, base: Base, weights: Mapping[str, str]
+    statements: Sequence[Statement | None],
+    *,
+    disjoint: bool,
+    base: Base,
+    weights: Mapping[str, str] | None = None,
 ) -> Statement:
     """What a function of several releases claims: a merge, or a merge of merges.
 
@@ -106,7 +116,7 @@ def compose(
         statements: of the inputs; None for an input without one.
         disjoint: whether the owners declare that no unit is in two data sets.
         base: the common base; that all inputs have it is the merge's business.
-        weights: SHA-256 of the merged weights by path.
+        weights: SHA-256 by path; writing the release fills them in.
 
     Raises:
         PrivacyError: two inputs disagree about what one run spent.
@@ -143,7 +153,7 @@ def compose(
         claim=claim,
         no_claim=no_claim,
         base=base,
-        weights=dict(weights),
+        weights=dict(weights or {}),
         spendings=spendings,
         disjoint="declared" if disjoint else None,
         assumptions=tuple(sentences) if claim else (),
