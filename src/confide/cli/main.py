@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from confide.cli import merge, privacy
+from confide.cli import evaluate, merge, predict, privacy, run, train
 from confide.errors import ConfideError
 
 app = typer.Typer(
@@ -17,8 +17,12 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.add_typer(privacy.app, name="privacy")
+app.command("train")(train.train)
 app.command("merge")(merge.merge)
+app.command("predict")(predict.predict)
+app.command("evaluate")(evaluate.evaluate)
+app.command("run")(run.run)
+app.add_typer(privacy.app, name="privacy")
 
 
 @app.callback()

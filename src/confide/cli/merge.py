@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from confide.cli.output import print_json, print_table
+from confide.cli.progress import progress_bars
 
 if TYPE_CHECKING:
     from confide.merging.merge import MergeReport
@@ -34,18 +35,13 @@ def merge(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Merge releases into one encoder that serves every task."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
     from confide.merging.merge import merge as merge_releases
     from confide.models.backbones import resolve
 
     parameters = {
         name: value for name, value in (("density", density), ("scale", scale)) if value is not None
     }
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(f"Merging {len(models)} models", total=None)
+    with progress_bars(show=not json) as progress:
         report = merge_releases(
             models,
             base=resolve(base),
@@ -53,7 +49,7 @@ def merge(
             parameters=parameters,
             out=out,
             disjoint=disjoint,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            progress=lambda done, total: progress(f"Merging {len(models)} models", done, total),
         )
     if json:
         print_json(_as_json(report, out))

@@ -47,7 +47,7 @@ class MergePlan(BaseModel):
     """A merge operator and its parameters."""
 
     operator: str
-    parameters: dict[str, float | str] = {}
+    parameters: dict[str, float] = {}
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

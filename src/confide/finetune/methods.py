@@ -8,6 +8,7 @@ from confide.models.adapters import Adapted
 from confide.privacy.streams import Clipping, ParameterGroup, Schedule, Stream
 
 DEFAULT_ANCHOR = 0.01
+DEFAULT_BATCH = 1024
 
 
 def schedule(settings: Settings, adapted: Adapted, units: int, unit: str = "record") -> Schedule:
@@ -22,9 +23,10 @@ def schedule(settings: Settings, adapted: Adapted, units: int, unit: str = "reco
     Raises:
         ConfigError: more expected units in a draw than there are, or anchor and decay together.
     """
-    if settings.expected_batch > units:
+    batch = settings.expected_batch or max(1, min(DEFAULT_BATCH, units // 4))
+    if batch > units:
         raise ConfigError(
-            f"expected_batch is {settings.expected_batch}, but there are only {units} {unit}s to draw from; "
+            f"expected_batch is {batch}, but there are only {units} {unit}s to draw from; "
             f"choose at most {units}"
         )
     private = settings.method != "non-private"
@@ -43,10 +45,10 @@ def schedule(settings: Settings, adapted: Adapted, units: int, unit: str = "reco
         groups=tuple(group for group in groups if group.parameters),
         steps=settings.steps,
         draw="all",
-        sampling_rate=settings.expected_batch / units,
+        sampling_rate=batch / units,
         clipping=Clipping(settings.clipping if private else "none", settings.clipping_bound),
         noise_multiplier=sigma,
-        denominator=float(settings.expected_batch),
+        denominator=float(batch),
         ascent=ascent,
         ascent_radius=settings.ascent_radius if ascent != "none" else 0.0,
         ascent_noise=sigma * settings.ascent_noise_ratio if ascent in ("paired", "fresh") else None,

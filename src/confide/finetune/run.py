@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-
-from safetensors.torch import save_file
 
 from confide import files
 from confide.finetune import methods
@@ -28,11 +25,12 @@ from confide.gradients.keys import Keys
 from confide.models.adapters import Adapted, adapt, plain_state
 from confide.models.backbones import Classifier, load_classifier, resolve
 from confide.privacy.calibration import calibrate, resolve_delta
-from confide.privacy.composition import training_statement
+from confide.privacy.composition import new_run, training_statement
 from confide.privacy.statement import Base, Statement
 from confide.privacy.streams import Budget, Schedule
 from confide.release.format import WEIGHTS, Head, ReleaseInfo
 from confide.release.hashes import base_hash
+from confide.release.tensors import write_tensors
 from confide.release.write import write_release
 from confide.tasks.evaluate import predict
 from confide.tasks.metrics import score
@@ -106,7 +104,8 @@ class FineTuned:
 
     def _save(self, folder: Path) -> None:
         classifier = self.adapted.classifier
-        save_file(plain_state(self.adapted), folder / WEIGHTS, metadata={"format": "pt"})
+        state = plain_state(self.adapted)
+        write_tensors(folder / WEIGHTS, {name: tensor.numpy() for name, tensor in state.items()})
         classifier.model.config.architectures = [type(classifier.model).__name__]  # type: ignore[union-attr]
         classifier.model.config.save_pretrained(folder)  # type: ignore[union-attr,operator]
         classifier.tokenizer.save_pretrained(folder)
@@ -183,11 +182,10 @@ def finetune(
         delta=delta,
         dataset=dataset or task.name,
         units=task.train.units.count,
-        run=uuid.uuid4().hex,
+        run=new_run(),
         base=base.identity,
-        weights={},
         steps_run=history.steps_run,
         labels_from=task.labels_from,
-        simulation=keys.simulated,
+        simulated=keys.simulated,
     )
     return FineTuned(prepared, adapted, settings, schedule, history, statement)

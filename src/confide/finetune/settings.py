@@ -20,7 +20,8 @@ class Settings(BaseModel):
             and an anchor to the base, so that the release merges well).
         epsilon: ε of the release; unused by `non-private`.
         delta: δ, or a rule for it: `auto` is min(1e-6, 1/(10n)).
-        expected_batch: B, the mean size of a Poisson draw and the denominator; q = B/n.
+        expected_batch: B, the mean size of a Poisson draw and the denominator; q = B/n. None takes 1024, or
+            n/4 where that is less.
         steps: number of noisy steps; all are charged.
         trainable: what is trained beside the head.
         learning_rate: of encoder parameters (or adapters) at the first step.
@@ -43,7 +44,7 @@ class Settings(BaseModel):
     method: Method = "dp-merging"
     epsilon: float | None = Field(default=4.0, gt=0, allow_inf_nan=False)
     delta: float | Literal["auto", "1/n", "n^-1.1"] = "auto"
-    expected_batch: int = Field(default=512, gt=0)
+    expected_batch: int | None = Field(default=None, gt=0)
     steps: int = Field(default=60, gt=0)
     trainable: Trainable = Trainable()
     learning_rate: float = Field(default=1e-3, gt=0)

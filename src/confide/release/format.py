@@ -82,6 +82,16 @@ class ReleaseInfo(BaseModel):
                 return head
         raise ReleaseError(f"no head for task {task!r}; this release has {[h.task for h in self.heads]}")
 
+    def only_head(self) -> Head:
+        """The head, where there is one.
+
+        Raises:
+            ReleaseError: there are several, so the task must be named.
+        """
+        if len(self.heads) == 1:
+            return self.heads[0]
+        raise ReleaseError(f"this release has several heads, {[h.task for h in self.heads]}; name the task")
+
 
 def read(folder: Path) -> ReleaseInfo:
     """The `confide.json` of a release folder.

@@ -9,16 +9,17 @@ import numpy.typing as npt
 import torch
 
 from confide.errors import ModelError
-from confide.tasks.text import Encoded, buckets
+from confide.models.tail import Source
+from confide.tasks.text import buckets
 
 Forward = Callable[[dict[str, torch.Tensor]], torch.Tensor]
 
 
-def logits(forward: Forward, encoded: Encoded, batch_tokens: int = 8192) -> npt.NDArray[np.float32]:
+def logits(forward: Forward, encoded: Source, batch_tokens: int = 8192) -> npt.NDArray[np.float32]:
     """Logits of every row, in the order of the rows; computed in batches of similar length.
 
     Args:
-        forward: maps `Encoded.batch` inputs of b rows to (b, classes) logits. It puts its model in
+        forward: maps `Source.batch` inputs of b rows to (b, classes) logits. It puts its model in
             evaluation mode and the inputs on its device.
         encoded: n ≥ 1 rows.
         batch_tokens: most tokens of a batch, padding included.
@@ -43,7 +44,7 @@ def logits(forward: Forward, encoded: Encoded, batch_tokens: int = 8192) -> npt.
     return result
 
 
-def predict(forward: Forward, encoded: Encoded, batch_tokens: int = 8192) -> npt.NDArray[np.int64]:
+def predict(forward: Forward, encoded: Source, batch_tokens: int = 8192) -> npt.NDArray[np.int64]:
     """(n,) most likely class of every row; arguments and errors as in `logits`."""
     values: npt.NDArray[np.float32] = logits(forward, encoded, batch_tokens)
     largest: npt.NDArray[np.int64] = values.argmax(axis=1).astype(np.int64)

@@ -97,6 +97,16 @@ def read_task(
     )
 
 
+def read_records(path: str | Path, *, text: str, label: str, labels: Sequence[str]) -> Records:
+    """Labelled records of a file, all of them, to score a model whose `labels` are known.
+
+    Raises:
+        DataError: as `read_task`.
+    """
+    path = Path(path)
+    return _records(path, read_columns(path, [text, label]), text, label, _declared(labels), None, 1)
+
+
 def read_texts(path: str | Path, text: str) -> tuple[str, ...]:
     """The texts of a file, in the order of its rows, for prediction.
 

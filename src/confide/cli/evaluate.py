@@ -1,0 +1,38 @@
+"""`confide evaluate`: how well a release does on labelled records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from confide.cli.output import print_json
+
+
+def evaluate(
+    release: Annotated[Path, typer.Argument(help="A release of `confide train` or `confide merge`.")],
+    task: Annotated[
+        str | None, typer.Option(help="Which head; also which registered test set, without --data.")
+    ] = None,
+    data: Annotated[Path | None, typer.Option(help="Labelled file to score on.")] = None,
+    text: Annotated[str, typer.Option(help="Column of texts.")] = "text",
+    label: Annotated[str, typer.Option(help="Column of labels.")] = "label",
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Score a release on the test records of a registered task, or on a file."""
+    from confide import api
+
+    model = api.load(release, task=task)
+    head = model.head
+    records = (
+        api.test_records(head)
+        if data is None
+        else api.labelled(data, text=text, label=label, labels=head.labels)
+    )
+    value = model.score(records)
+    result = {"task": head.task, "metric": head.metric, "score": value, "records": len(records)}
+    if json:
+        print_json(result)
+    else:
+        print(f"{head.task}: {head.metric} {100 * value:.1f} % on {len(records)} records (not noised)")

@@ -1,0 +1,34 @@
+"""`confide run`: a whole study from one YAML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from confide.cli.output import print_json
+from confide.cli.progress import progress_bars
+
+
+def run(
+    plan: Annotated[Path, typer.Argument(help="The study: base, tasks, methods, merges (YAML).")],
+    out: Annotated[Path, typer.Option(help="Folder for releases and report.")],
+    fast: Annotated[bool, typer.Option("--fast", help="The file's shorter variant, for a taste.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print results.json on stdout.")] = False,
+) -> None:
+    """Train, merge and score everything that a study names, and write its report."""
+    from confide.experiment.plan import read
+    from confide.experiment.run import run as run_study
+    from confide.experiment.tables import print_study
+    from confide.report.html import write_report
+
+    study_plan = read(plan, fast=fast)
+    with progress_bars(show=not json) as progress:
+        study = run_study(study_plan, out, progress)
+    write_report(study, out / "report")
+    if json:
+        print_json(study.results())
+        return
+    print_study(study)
+    print(f"Report: {out / 'report' / 'report.html'}")

@@ -1,0 +1,225 @@
+"""`confide train`: a private task model from one's own file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from confide.cli.output import print_json, print_table
+from confide.cli.progress import progress_bars
+
+if TYPE_CHECKING:
+    from confide.finetune.run import FineTuned
+    from confide.finetune.settings import Settings
+    from confide.privacy.streams import Schedule
+    from confide.tasks.records import TaskData
+
+
+def train(
+    base: Annotated[str, typer.Option(help="Public base: a folder, a Hugging Face id or package:NAME.")],
+    data: Annotated[Path, typer.Option(help="CSV, TSV, JSON Lines or Parquet file.")],
+    out: Annotated[Path, typer.Option(help="Folder to write; must not exist.")],
+    dataset: Annotated[str, typer.Option(help="Name of the data set, by which its spending is told apart.")],
+    text: Annotated[str, typer.Option(help="Column of texts.")] = "text",
+    label: Annotated[str, typer.Option(help="Column of labels.")] = "label",
+    labels: Annotated[
+        str | None, typer.Option(help="Class names, comma-separated, in the order of the logits.")
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option(help="Name of the task in a merge; the data set's if left out.")
+    ] = None,
+    epsilon: Annotated[float, typer.Option(help="ε of the release.")] = 4.0,
+    delta: Annotated[str, typer.Option(help="A number, or auto (min(1e-6, 1/(10n))), 1/n, n^-1.1.")] = "auto",
+    method: Annotated[
+        Literal["dp-merging", "dp-adamw", "non-private"], typer.Option(help="How to train.")
+    ] = "dp-merging",
+    trainable: Annotated[
+        Literal["lora", "blocks", "all", "head"], typer.Option(help="What is trained beside the head.")
+    ] = "lora",
+    blocks: Annotated[int, typer.Option(help="Top blocks for lora and blocks; 0 for all.")] = 2,
+    rank: Annotated[int, typer.Option(help="LoRA rank.")] = 8,
+    expected_batch: Annotated[int | None, typer.Option(help="B, mean size of a draw.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Noisy steps.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Of the encoder, at the first step.")] = None,
+    head_learning_rate: Annotated[float | None, typer.Option(help="Of the head.")] = None,
+    clipping_bound: Annotated[float | None, typer.Option(help="C.")] = None,
+    ascent: Annotated[
+        Literal["none", "paired", "fresh", "lagged"] | None,
+        typer.Option(help="The method's own if left out."),
+    ] = None,
+    ascent_radius: Annotated[float | None, typer.Option(help="ρ.")] = None,
+    anchor: Annotated[float | None, typer.Option(help="λ of the pull to the base.")] = None,
+    unit: Annotated[
+        str | None, typer.Option(help="Column that says whose row it is; the claim is then per unit.")
+    ] = None,
+    rows_per_unit: Annotated[int, typer.Option(help="At most this many rows of a unit are used.")] = 8,
+    test_size: Annotated[float, typer.Option(help="Share of units kept for testing.")] = 0.2,
+    test_data: Annotated[Path | None, typer.Option(help="A test file instead.")] = None,
+    metric: Annotated[
+        Literal["accuracy", "macro-f1"], typer.Option(help="Score on the test part.")
+    ] = "accuracy",
+    max_length: Annotated[int, typer.Option(help="Tokens of a text; longer ones are cut.")] = 64,
+    seed: Annotated[int, typer.Option(help="Of initial weights and the split, not of noise.")] = 0,
+    simulate: Annotated[
+        int | None,
+        typer.Option(help="Fix noise and sampling by this number: repeatable, and claims nothing."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be spent, and stop.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Fine-tune a classifier on your own records under differential privacy."""
+    from confide.errors import ConfigError
+    from confide.finetune.run import PublicBase, finetune, plan, prepare
+    from confide.gradients.keys import Keys
+    from confide.models.backbones import load_classifier
+    from confide.tasks.files import read_task
+
+    if out.exists():
+        raise ConfigError(f"{out} exists already; choose another --out or remove it first")
+    given: dict[str, Any] = {
+        "method": method,
+        "epsilon": epsilon,
+        "delta": _number_or_rule(delta),
+        "expected_batch": expected_batch,
+        "steps": steps,
+        "trainable": {"kind": trainable, "blocks": blocks, "rank": rank},
+        "learning_rate": learning_rate,
+        "head_learning_rate": head_learning_rate,
+        "clipping_bound": clipping_bound,
+        "ascent": ascent,
+        "ascent_radius": ascent_radius,
+        "anchor": anchor,
+        "max_length": max_length,
+        "seed": seed,
+    }
+    settings = _settings({key: value for key, value in given.items() if value is not None})
+    records = read_task(
+        data,
+        text=text,
+        label=label,
+        labels=labels.split(",") if labels is not None else None,
+        name=task or dataset,
+        unit=unit,
+        rows_per_unit=rows_per_unit,
+        test_size=test_size,
+        test_file=test_data,
+        seed=seed,
+        metric=metric,
+    )
+    public = PublicBase.of(base)
+    if dry_run:
+        classifier = load_classifier(public.folder, records.labels, settings.seed)
+        _, schedule, planned = plan(records, classifier, settings)
+        named = dict(classifier.model.named_parameters())
+        trained = sum(named[name].numel() for name in schedule.parameters)
+        _show_plan(records, schedule, planned, trained, json=json)
+        return
+    with progress_bars(show=not json) as progress:
+        result = finetune(
+            prepare(records, public, settings.max_length),
+            public,
+            settings,
+            dataset=dataset,
+            keys=None if simulate is None else Keys.fixed(simulate),
+            progress=progress,
+        )
+        score = result.score()
+        statement = result.release(out / "release")
+    result.keep_private(out / "private")
+    summary = {
+        "release": str(out / "release"),
+        "dataset": dataset,
+        "method": method,
+        "epsilon": statement.claim.epsilon if statement.claim else None,
+        "delta": statement.claim.delta if statement.claim else None,
+        "no_claim": statement.no_claim,
+        "metric": metric,
+        "score": score,
+        "score_is_private": False,
+    }
+    _write_report(out, summary)
+    if json:
+        print_json(summary)
+    else:
+        _show(result, summary, score)
+
+
+def _settings(given: dict[str, Any]) -> Settings:
+    from pydantic import ValidationError
+
+    from confide.errors import ConfigError
+    from confide.finetune.settings import Settings
+
+    try:
+        return Settings.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        option = "--" + "-".join(str(part) for part in first["loc"]).replace("_", "-")
+        raise ConfigError(f"{option}: {first['msg']}, not {first['input']}") from None
+
+
+def _number_or_rule(delta: str) -> float | str:
+    try:
+        return float(delta)
+    except ValueError:
+        return delta
+
+
+def _write_report(out: Path, summary: dict[str, Any]) -> None:
+    from confide.files import write_json
+
+    note = "The score comes from test records without noise: it is for you, and no part of the release."
+    write_json(out / "report" / "results.json", {**summary, "note": note})
+
+
+def _show(result: FineTuned, summary: dict[str, Any], score: float) -> None:
+    from confide.privacy.calibration import delta_warning
+    from confide.privacy.words import describe
+
+    for line in describe(result.statement):
+        print(line)
+    claim = result.statement.claim
+    if claim and (warning := delta_warning(claim.delta, result.statement.spendings[0].units)):
+        print(f"Warning: {warning}.")
+    task = result.prepared.task
+    print(
+        f"{summary['metric']} on {len(task.test)} test records: {100 * score:.1f} %. "
+        "This number is not noised: it is for you, and no part of the release."
+    )
+    print(
+        f"Release in {summary['release']}; it loads with transformers, and `confide predict` labels new rows."
+    )
+
+
+def _show_plan(task: TaskData, schedule: Schedule, delta: float | None, trained: int, *, json: bool) -> None:
+    from confide.privacy.accountant import epsilon
+
+    (stream,) = schedule.streams
+    claim = epsilon(schedule.event(), delta, schedule.adjacency) if delta is not None else None
+    noise = stream.noise_multiplier * trained**0.5 / stream.denominator
+    plan = {
+        "units": task.train.units.count,
+        "unit": schedule.unit,
+        "epsilon": claim.epsilon if claim else None,
+        "delta": delta,
+        "noise_multiplier": stream.noise_multiplier,
+        "sampling_rate": stream.sampling_rate,
+        "expected_batch": stream.denominator,
+        "steps": stream.steps,
+        "trained_parameters": trained,
+        "noise_to_signal": noise,
+    }
+    if json:
+        print_json(plan)
+        return
+    rows = [
+        (key.replace("_", " "), f"{value:.6g}" if isinstance(value, float) else str(value))
+        for key, value in plan.items()
+    ]
+    print_table("What would be spent (nothing has been)", ("setting", "value"), rows)
+    print(
+        f"The noise on one update is {noise:.3g} times as long as the longest mean gradient that "
+        "clipping allows. Fewer trained parameters, larger batches and more records make it smaller."
+    )

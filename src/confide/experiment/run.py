@@ -1,0 +1,259 @@
+"""Executing a study: train every task with every method, merge, score."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+
+from confide.errors import ConfigError
+from confide.experiment.plan import MergePlan, Plan, TaskPlan
+from confide.experiment.study import MethodFacts, Row, Study, TaskFacts
+from confide.finetune.prepare import Prepared, Progress, forward_of
+from confide.finetune.run import FineTuned, PublicBase, finetune, prepare
+from confide.finetune.settings import Settings
+from confide.geometry.drift import drift
+from confide.merging.merge import merge
+from confide.models.adapters import plain_state
+from confide.models.releases import load_release
+from confide.privacy.composition import compose, per_dataset
+from confide.privacy.statement import Claim, Statement
+from confide.tasks import registry
+from confide.tasks.evaluate import predict
+from confide.tasks.files import read_task
+from confide.tasks.metrics import score
+from confide.tasks.overlap import check_disjoint
+from confide.tasks.records import TaskData
+
+PRETRAINED = "pretrained"
+INDIVIDUAL = "individual"
+
+
+@dataclass
+class _Seen:
+    """What training left behind for merging and reporting."""
+
+    scores: dict[tuple[str, int], dict[str, float]] = field(default_factory=dict)
+    facts: dict[tuple[str, int], MethodFacts] = field(default_factory=dict)
+    statements: dict[tuple[str, int], list[Statement]] = field(default_factory=dict)
+    first_blocks: dict[str, int] = field(default_factory=dict)
+
+
+def run(plan: Plan, out: Path, progress: Progress) -> Study:
+    """Run a study; releases land in `out`/models and `out`/merged.
+
+    Args:
+        plan: from `experiment.plan.read`.
+        out: a folder without an earlier study in it.
+        progress: called with (what, done, total).
+
+    Raises:
+        ConfigError: `out` holds a study already.
+        DataError: two tasks share a record although the plan declares them disjoint.
+    """
+    for folder in (out / "models", out / "merged", out / "report"):
+        if folder.exists():
+            raise ConfigError(
+                f"{out} holds a study already ({folder.name}/); choose another --out or remove it"
+            )
+    started = time.monotonic()
+    tasks = [load_task(task) for task in plan.tasks]
+    if plan.disjoint:
+        check_disjoint(tasks)
+    base = PublicBase.of(plan.base)
+    prepared: dict[str, Prepared] = {}
+    seen = _Seen()
+    runs = [(method, seed) for seed in plan.seeds for method in _methods(plan)]
+    for number, task in enumerate(tasks):
+        for count, (method, seed) in enumerate(runs):
+            progress("models trained", number * len(runs) + count, len(tasks) * len(runs))
+            settings = plan.settings_of(method, seed)
+            if task.name not in prepared:
+                prepared[task.name] = prepare(task, base, settings.max_length)
+            before = time.monotonic()
+            trained = finetune(prepared[task.name], base, settings, progress=progress)
+            seconds = time.monotonic() - before
+            trained.release(model_folder(out, method, seed, task.name))
+            _note(seen, trained, method, base, seconds)
+        prepared[task.name].forget("train")
+    progress("models trained", len(tasks) * len(runs), len(tasks) * len(runs))
+    rows = [
+        _row(method, INDIVIDUAL, seed, seen.scores[method, seed], _largest(seen.statements[method, seed]))
+        for method, seed in runs
+    ]
+    merges = [(m, s, operator) for m, s in runs if m != PRETRAINED for operator in plan.merges]
+    for count, (method, seed, operator) in enumerate(merges):
+        progress("merges scored", count, len(merges))
+        rows.append(_merge_and_score(plan, out, base, prepared, seen, method, seed, operator))
+    progress("merges scored", len(merges), len(merges))
+    from confide.experiment.tables import findings
+
+    return Study(
+        title=plan.title,
+        base=plan.base,
+        tasks=tuple(_task_facts(task) for task in tasks),
+        rows=tuple(rows),
+        methods=tuple(seen.facts.values()),
+        claims=_claims(plan, seen),
+        findings=findings(tuple(rows)),
+        settings={m: _public(plan.settings_of(m, plan.seeds[0])) for m in _methods(plan)},
+        versions={
+            **{name: version(name) for name in ("confide", "torch", "transformers", "dp-accounting")},
+            "Python": platform.python_version(),
+        },
+        minutes=(time.monotonic() - started) / 60,
+    )
+
+
+def load_task(plan: TaskPlan) -> TaskData:
+    """The records of a task, cut to the plan's numbers."""
+    if plan.data is None:
+        task = registry.load(plan.name)
+    else:
+        assert plan.text is not None
+        assert plan.label is not None
+        task = read_task(
+            plan.data,
+            text=plan.text,
+            label=plan.label,
+            labels=list(plan.labels) if plan.labels else None,
+            name=plan.name,
+            unit=plan.unit,
+            test_size=plan.test_size,
+        )
+    if plan.records is not None:
+        task = task.limit(plan.records, seed=0)
+    if plan.test_records is not None:
+        task = dataclasses.replace(task, test=task.test.limit(plan.test_records, seed=0))
+    return task
+
+
+def model_folder(out: Path, method: str, seed: int, task: str) -> Path:
+    """Where a study puts a task model's release."""
+    return out / "models" / method / f"seed-{seed}" / task
+
+
+def _methods(plan: Plan) -> list[str]:
+    return [*([PRETRAINED] if plan.pretrained is not None else []), *plan.methods]
+
+
+def _note(seen: _Seen, trained: FineTuned, method: str, base: PublicBase, seconds: float) -> None:
+    key, task = (method, trained.settings.seed), trained.prepared.task.name
+    seen.scores.setdefault(key, {})[task] = trained.score()
+    seen.statements.setdefault(key, []).append(trained.statement)
+    seen.first_blocks[method] = trained.adapted.first_block
+    facts = seen.facts.setdefault(key, MethodFacts(method, trained.settings.seed, {}, {}, {}, {}))
+    facts.drift[task] = _drift(trained, base)
+    facts.noise_multiplier[task] = trained.schedule.streams[0].noise_multiplier
+    named = dict(trained.adapted.classifier.model.named_parameters())
+    facts.trained[task] = sum(named[name].numel() for name in trained.schedule.parameters)
+    facts.seconds[task] = seconds
+
+
+def _drift(trained: FineTuned, base: PublicBase) -> float:
+    from confide.release.names import encoder_prefix, encoder_tensors, model_type
+    from confide.release.tensors import Checkpoint
+
+    checkpoint = Checkpoint.open(base.folder)
+    names = encoder_tensors(checkpoint, encoder_prefix(checkpoint, model_type(base.folder)))
+    state = plain_state(trained.adapted)
+    prefix = trained.adapted.classifier.prefix
+    return drift(
+        {name: checkpoint.numpy(stored) for name, stored in names.items()},
+        {name: state[prefix + name].numpy() for name in names},
+    )
+
+
+def _merge_and_score(
+    plan: Plan,
+    out: Path,
+    base: PublicBase,
+    prepared: Mapping[str, Prepared],
+    seen: _Seen,
+    method: str,
+    seed: int,
+    operator: MergePlan,
+) -> Row:
+    folder = out / "merged" / f"{method}-{operator.operator}-seed-{seed}"
+    report = merge(
+        [model_folder(out, method, seed, name) for name in prepared],
+        base=base.folder,
+        operator=operator.operator,
+        parameters=operator.parameters,
+        out=folder,
+        disjoint=plan.disjoint is not None,
+    )
+    scores = {
+        name: _score_merged(folder, task, base, seen.first_blocks[method]) for name, task in prepared.items()
+    }
+    return _row(method, operator.operator, seed, scores, report.statement.claim)
+
+
+def _score_merged(folder: Path, prepared: Prepared, base: PublicBase, first_block: int) -> float:
+    """Score one task of a merge; blocks that no model trained are the base's and their outputs at hand."""
+    classifier, _ = load_release(folder, prepared.task.name)
+    inputs = prepared.inputs(classifier, first_block, "test")
+    _, forward = forward_of(classifier, first_block, inputs)
+    task = prepared.task
+    return score(task.metric, predict(forward, inputs), task.test.labels)
+
+
+def _row(method: str, operator: str, seed: int, scores: dict[str, float], claim: Claim | None) -> Row:
+    average = float(np.mean(list(scores.values())))
+    epsilon, delta = (claim.epsilon, claim.delta) if claim else (None, None)
+    return Row(method, operator, seed, dict(scores), average, epsilon, delta)
+
+
+def _largest(statements: list[Statement]) -> Claim | None:
+    """The claim of the costliest of several task models; None if one of them claims nothing."""
+    claims = [statement.claim for statement in statements]
+    if any(claim is None for claim in claims):
+        return None
+    return max((claim for claim in claims if claim is not None), key=lambda claim: claim.epsilon)
+
+
+def _claims(plan: Plan, seen: _Seen) -> tuple[str, ...]:
+    largest = {key: _largest(statements) for key, statements in seen.statements.items()}
+    claims = {key: claim for key, claim in largest.items() if claim is not None}
+    if not claims:
+        return ("No method of this study is private, so nothing is claimed.",)
+    methods = ", ".join(dict.fromkeys(method for method, _ in claims))
+    lines = [
+        f"Every model of {methods} is (ε, δ)-differentially private for adding or removing any one unit of "
+        f"its task's training data, with ε at most {max(c.epsilon for c in claims.values()):.4g} and δ at most "
+        f"{max(c.delta for c in claims.values()):.3g}. The statement in each release says what a unit is, "
+        "and holds the events from which anybody can recompute this.",
+        "A merge costs each unit what its own task's model cost: the tasks are declared to share no record, "
+        "and this run found no text of one in another."
+        if plan.disjoint
+        else "The tasks are not declared disjoint, so a merge costs the sum of its models' losses.",
+    ]
+    together = compose(
+        [statement for key in claims for statement in seen.statements[key]],
+        disjoint=plan.disjoint is not None,
+        base=seen.statements[next(iter(claims))][0].base,
+        weights={},
+    )
+    costs = per_dataset(together)
+    if len(claims) > 1 and costs:
+        lines.append(
+            f"The claim is for one model of a task. Whoever publishes all {len(claims)} private ones of a "
+            f"task spends up to ε = {max(claim.epsilon for claim in costs.values()):.4g} on its records."
+        )
+    return tuple(lines)
+
+
+def _task_facts(task: TaskData) -> TaskFacts:
+    return TaskFacts(
+        task.name, task.train.units.count, len(task.test), len(task.labels), task.metric, task.source
+    )
+
+
+def _public(settings: Settings) -> dict[str, object]:
+    return dict(settings.model_dump(mode="json"))
