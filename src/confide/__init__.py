@@ -1,21 +1,40 @@
 """confide: differentially private fine-tuning of transformers whose releases can be merged.
 
-The names of `confide.api` are here too, imported when they are first used.
+The names of `confide.api` are here too; they are imported when one is first used, because they need torch.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from confide.api import *  # noqa: F403
+    from confide.api import (
+        Model,
+        Settings,
+        labelled,
+        load,
+        load_task,
+        merge,
+        read_task,
+        test_records,
+        train,
+    )
+
+__all__ = [
+    "Model",
+    "Settings",
+    "labelled",
+    "load",
+    "load_task",
+    "merge",
+    "read_task",
+    "test_records",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("_"):
-        raise AttributeError(name)
-    from confide import api
-
-    if name in api.__all__:
-        return getattr(api, name)
+    if name in __all__:
+        return getattr(import_module("confide.api"), name)
     raise AttributeError(f"module 'confide' has no attribute {name!r}")

@@ -24,7 +24,6 @@ from confide.merging.merge import MergeReport
 from confide.merging.merge import merge as _merge
 from confide.models.backbones import Classifier, resolve
 from confide.models.releases import load_release
-from confide.privacy.streams import Budget, Schedule
 from confide.release.format import Head
 from confide.tasks import registry
 from confide.tasks.evaluate import logits
@@ -32,20 +31,6 @@ from confide.tasks.files import read_records, read_task
 from confide.tasks.metrics import score
 from confide.tasks.records import Records, TaskData
 from confide.tasks.text import encode
-
-__all__ = [
-    "Budget",
-    "Model",
-    "Schedule",
-    "Settings",
-    "labelled",
-    "load",
-    "load_task",
-    "merge",
-    "read_task",
-    "test_records",
-    "train",
-]
 
 load_task = registry.load
 labelled = read_records
