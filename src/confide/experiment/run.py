@@ -92,7 +92,7 @@ def run(plan: Plan, out: Path, progress: Progress) -> Study:
         progress("merges scored", count, len(merges))
         rows.append(_merge_and_score(plan, out, base, prepared, seen, method, seed, operator))
     progress("merges scored", len(merges), len(merges))
-    from confide.experiment.tables import findings
+    from confide.experiment.findings import findings
 
     return Study(
         title=plan.title,
