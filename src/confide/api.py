@@ -27,7 +27,8 @@ from confide.models.releases import load_release
 from confide.release.format import Head
 from confide.tasks import registry
 from confide.tasks.evaluate import logits
-from confide.tasks.files import read_records, read_task
+from confide.tasks.files import read_records
+from confide.tasks.files import read_task as read_task
 from confide.tasks.metrics import score
 from confide.tasks.records import Records, TaskData
 from confide.tasks.text import encode
