@@ -17,7 +17,7 @@ from confide.merging.operators.specification import Operator, Rule
 from confide.merging.stream import TensorLine, merge_tensor
 from confide.merging.vectors import Encoder, TaskVectors
 from confide.privacy import statement as statements
-from confide.privacy.composition import compose
+from confide.privacy.composition import check, compose
 from confide.privacy.statement import Base, Statement
 from confide.release import format
 from confide.release.format import Head, ReleaseInfo
@@ -107,6 +107,7 @@ def merge(
         MergeError: unknown operator or parameter; inputs of different bases, shapes or vocabularies; two
             heads for one task; a value that isn't finite.
         ModelError, ReleaseError: an input can't be read, or isn't what its statement says; `out` exists.
+        PrivacyError: a statement is altered, or claims less than its events cost.
     """
     chosen = find(operator)
     settings = chosen.settings(parameters or {})
@@ -159,6 +160,8 @@ def _read(path: Path) -> Input:
     info = format.read(path)
     # A statement that is there but wrong is an error; only its absence is "nothing is claimed".
     statement = verify(path) if (path / statements.FILE_NAME).exists() else None
+    if statement:
+        check(statement)
     checkpoint = Checkpoint.open(path)
     own = [name for head in info.heads for name in head.tensors] if info.kind == "model" else []
     for name in checkpoint.names:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from confide.merging.vectors import CHUNK, TaskVectors
 
-_SHIFT = 19
+_SHIFT = 18
 _HIGH = 1 << (31 - _SHIFT)
 _LOW = 1 << _SHIFT
 
@@ -50,8 +50,8 @@ def magnitudes(entries: npt.NDArray[Any], out: npt.NDArray[np.float32]) -> npt.N
 def order_statistics(vectors: TaskVectors, names: Sequence[str], k: int) -> list[OrderStatistic]:
     """The k-th smallest magnitude of each task vector over some tensors, exactly.
 
-    The bits of a float32 that isn't negative sort as its value does: a first pass counts the upper 12 of
-    its 31 bits, a second one the lower 19 of those that share the upper ones. Memory is two tables a model.
+    The bits of a float32 that isn't negative sort as its value does: a first pass counts the upper 13 of
+    its 31 bits, a second one the lower 18 of those that share the upper ones. Memory is two tables a model.
 
     Args:
         vectors: T task vectors.
@@ -66,30 +66,26 @@ def order_statistics(vectors: TaskVectors, names: Sequence[str], k: int) -> list
                 bits = magnitudes(entries, scratch).view(np.uint32)
                 bits >>= np.uint32(_SHIFT)
                 counts += np.bincount(bits, minlength=_HIGH)
-    prefixes, below = _locate(high, np.full(vectors.count, k))
+    places = [_locate(counts, k) for counts in high]
     low = np.zeros((vectors.count, _LOW), np.int64)
     for name in names:
         for _, chunk in vectors.chunks(name):
-            for counts, entries, prefix in zip(low, chunk, prefixes, strict=True):
+            for counts, entries, (prefix, _) in zip(low, chunk, places, strict=True):
                 bits = magnitudes(entries, scratch).view(np.uint32)
                 found = bits[bits >> np.uint32(_SHIFT) == prefix] & np.uint32(_LOW - 1)
                 np.add.at(counts, found, 1)
-    suffixes, below_within = _locate(low, k - below)
     total = sum(vectors.size(name) for name in names)
-    values = ((prefixes << _SHIFT) | suffixes).astype(np.uint32).view(np.float32)
-    equal = np.take_along_axis(low, suffixes[:, None], axis=1)[:, 0]
-    above = total - below - below_within - equal
-    return [
-        OrderStatistic(float(value), int(same), int(more))
-        for value, same, more in zip(values, equal, above, strict=True)
-    ]
+    statistics = []
+    for counts, (prefix, below) in zip(low, places, strict=True):
+        suffix, below_within = _locate(counts, k - below)
+        value = np.uint32(prefix << _SHIFT | suffix).view(np.float32)
+        equal = int(counts[suffix])
+        statistics.append(OrderStatistic(float(value), equal, total - below - below_within - equal))
+    return statistics
 
 
-def _locate(
-    counts: npt.NDArray[np.int64], ranks: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """For each row, the bin that holds the element of that rank, and how many lie in the bins before it."""
-    reached = counts.cumsum(axis=1)
-    bins = (reached < ranks[:, None]).sum(axis=1)
-    before = np.take_along_axis(reached - counts, bins[:, None], axis=1)[:, 0]
-    return bins, before
+def _locate(counts: npt.NDArray[np.int64], rank: int) -> tuple[int, int]:
+    """The bin that holds the element of that rank, and how many lie in the bins before it."""
+    reached = counts.cumsum()
+    place = int(np.searchsorted(reached, rank))
+    return place, int(reached[place] - counts[place])

@@ -101,6 +101,9 @@ class TaskVectors:
         for name in self.absent:
             if not name.startswith(_UNUSED_BY_SOME_CLASSIFIERS):
                 raise MergeError(f"tensor {name} of base {base.label} is missing from {models[0].label}")
+        for model in models:
+            for name in sorted(set(model.names).difference(base.names)):
+                raise MergeError(f"tensor {name} of {model.label} is not in base {base.label}")
         for name in sorted(present):
             for model in models:
                 _check_same(name, base, model)
@@ -160,8 +163,6 @@ def _all(weights: Weights, name: str) -> npt.NDArray[Any]:
 def _check_same(name: str, base: Weights, model: Weights) -> None:
     if name not in model.names:
         raise MergeError(f"tensor {name} is missing from {model.label}, though another model has it")
-    if name not in base.names:
-        raise MergeError(f"tensor {name} of {model.label} is not in base {base.label}")
     ours, theirs = model.shape(name), base.shape(name)
     if ours != theirs:
         words = ""
