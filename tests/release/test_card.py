@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from confide.privacy.statement import Statement
-from confide.release.card import round_up, render
+from confide.release.card import render, round_up
 from confide.release.format import ReleaseInfo
 
 
