@@ -226,8 +226,8 @@ def _claims(plan: Plan, seen: _Seen) -> tuple[str, ...]:
     methods = ", ".join(dict.fromkeys(method for method, _ in claims))
     lines = [
         f"Every model of {methods} is (ε, δ)-differentially private for adding or removing any one unit of "
-        f"its task's training data, with ε at most {max(c.epsilon for c in claims.values()):.4g} and δ at most "
-        f"{max(c.delta for c in claims.values()):.3g}. The statement in each release says what a unit is, "
+        f"its task's training data, with ε at most {max(c.epsilon for c in claims.values()):.4g} and δ at "
+        f"most {max(c.delta for c in claims.values()):.3g}. The statement in each release says what a unit is, "
         "and holds the events from which anybody can recompute this.",
         "A merge costs each unit what its own task's model cost: the tasks are declared to share no record, "
         "and this run found no text of one in another."
