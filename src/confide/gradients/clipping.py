@@ -11,6 +11,8 @@ from confide.privacy.streams import Clipping
 # Sums of up to a million float64 terms are exact to this relative error (Higham 2002, section 4.2).
 _FLOAT64_SUM = 2.0**-33
 
+_LARGEST = 2.0**20  # so that scaling a finite gradient can't overflow; a smaller factor is always safe
+
 
 def clip_factors(squares: Tensor, slack: Tensor, clipping: Clipping, dtype: torch.dtype) -> Tensor:
     """Factor by which each unit's gradient enters the sum; its contribution never exceeds C.
@@ -31,7 +33,7 @@ def clip_factors(squares: Tensor, slack: Tensor, clipping: Clipping, dtype: torc
         case "flat":
             factor = torch.where(norm <= clipping.bound, 1.0, clipping.bound / norm * shrink)
         case "normalised":
-            factor = clipping.bound / (norm + clipping.stability) * shrink
+            factor = (clipping.bound / (norm + clipping.stability) * shrink).clamp(max=_LARGEST)
         case "none":
             raise PrivacyError(
                 "an unclipped gradient has no bounded sensitivity; it never enters a private sum"

@@ -125,6 +125,8 @@ class Engine:
                 f"need one loss and one unit per row; got losses of shape {tuple(losses.shape)} and units of "
                 f"shape {tuple(unit.shape)}"
             )
+        if len(unit) and not 0 <= int(unit.min()) <= int(unit.max()) < units:
+            raise ModelError(f"units of rows must lie between 0 and {units - 1}")
         try:
             if not len(losses):
                 return torch.zeros(units, dtype=torch.float64, device=losses.device)
@@ -231,25 +233,23 @@ class Engine:
         if not output.requires_grad:
             output = output.detach().requires_grad_()
             self._leaves.append(output)
-        use = _Use(layer, inputs, inputs._version)
-        self._uses[layer.module] = use
-        output.register_hook(lambda gradient: self._receive(use, gradient))
+        self._uses[layer.module] = _Use(layer, inputs, inputs._version)
+        output.register_hook(lambda gradient: self._receive(layer, gradient))
         return output
 
-    def _receive(self, use: _Use, gradient: Tensor) -> None:
+    def _receive(self, layer: _Layer, gradient: Tensor) -> None:
         if self._looking:
-            use.gradient = gradient
+            self._uses[layer.module].gradient = gradient
             return
         if self._rows is None:
             raise ModelError("inside the block gradients are taken by Engine.add, not by backward()")
-        inputs = use.inputs
-        del self._uses[use.layer.module]
+        inputs = self._uses.pop(layer.module).inputs
         if gradient.dtype in (torch.float16, torch.bfloat16):
             gradient = gradient.float()
         if inputs.is_floating_point() and inputs.dtype != gradient.dtype:
             inputs = inputs.to(gradient.dtype)
-        rule = RULES[type(use.layer.module)]
-        self._parts += rule(use.layer.module, use.layer.names, inputs, gradient, self._rows)
+        rule = RULES[type(layer.module)]
+        self._parts += rule(layer.module, layer.names, inputs, gradient, self._rows)
 
     def _own(self, flag: bool) -> None:
         for parameter in self._parameters.values():

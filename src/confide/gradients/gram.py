@@ -32,46 +32,63 @@ class Gram:
         """Inner products of `tokens` (n, S, p) in their own dtype."""
         products = tokens @ tokens.mT
         number = torch.finfo(tokens.dtype)
-        unit = number.eps / 2
         # The floor makes γ·lengths_s·lengths_t cover underflow too, at most `tiny` per term.
-        floor = 2 * number.tiny / unit
+        floor = 4 * number.tiny / number.eps
         lengths = (products.diagonal(dim1=1, dim2=2).clamp(min=0) + floor).sqrt()
         # Four roundings more: the lengths' own, and that of multiplying two products.
-        terms = tokens.shape[-1] + 4
-        return cls(tokens, products, lengths, terms * unit / (1 - terms * unit))
+        return cls(tokens, products, lengths, _gamma(tokens.shape[-1] + 4, tokens.dtype))
 
 
 def squared_norms(a: Gram, g: Gram) -> tuple[Tensor, Tensor]:
-    """‖Σ_s g_s a_sᵀ‖² per first index, and how far the true value may lie above.
+    """‖Σ_s g_s a_sᵀ‖² per first index, and how far above it what the sum really adds may lie.
+
+    The slack covers the rounding of the Gram form and that of the sum itself: tokens that nearly cancel
+    leave a small gradient, but adding them in floating point leaves an error of up to γ_S Σ‖a_s‖‖g_s‖.
 
     Returns:
-        squares: (n,) float64; non-finite where a or g is.
+        squares: (n,) float64; non-finite where a or g is, or nearly overflows.
         slack: (n,) float64.
     """
-    squares, slack = _with_bound(a, g)
-    if a.tokens.dtype != torch.float64:
+    dtype = a.tokens.dtype
+    squares, slack, reach = _with_bound(a, g)
+    if dtype != torch.float64:
         # NaN compares false. A γ too large for the bound's own rounding makes this false as well.
         sure = (slack <= _TOLERANCE * squares) & slack.isfinite()
         again = (~sure).nonzero()[:, 0]
         if len(again):
-            exact = _with_bound(Gram.of(a.tokens[again].double()), Gram.of(g.tokens[again].double()))
-            squares[again], slack[again] = exact
-    return squares, slack
+            exact = Gram.of(a.tokens[again].double()), Gram.of(g.tokens[again].double())
+            squares[again], slack[again], reach[again] = _with_bound(*exact)
+            for gram in exact:
+                squares[again[(gram.lengths > overflow(dtype)).any(1)]] = torch.inf
+    error = _gamma(a.tokens.shape[1] + 2, dtype) * reach
+    return squares, slack + 2 * (squares.clamp(min=0) + slack).sqrt() * error + error.square()
 
 
-def _with_bound(a: Gram, g: Gram) -> tuple[Tensor, Tensor]:
-    """Gram form with its forward error bound.
+def overflow(dtype: torch.dtype) -> float:
+    """Length of a token beyond which it is treated as infinite: scaling it could overflow."""
+    return torch.finfo(dtype).max * 2.0**-20
 
-    An inner product of length n computed in any order errs by at most γ_n‖x‖‖y‖, γ_n = nu/(1 − nu)
-    (Higham 2002, section 3.1), so with α_s = ‖a_s‖, β_s = ‖g_s‖, A = aaᵀ, G = ggᵀ the sum Σ A_st G_st errs
-    by at most γ_p Σ α_s α_t|G_st| + γ_d Σ β_s β_t|A_st| + γ_p γ_d (Σ α_s β_s)².
+
+def _with_bound(a: Gram, g: Gram) -> tuple[Tensor, Tensor, Tensor]:
+    """Gram form, its forward error bound, and Σ_s ‖a_s‖‖g_s‖; (n,) float64 each.
+
+    An inner product of length n computed in any order errs by at most γ_n‖x‖‖y‖ (Higham 2002, section
+    3.1), so with α_s = ‖a_s‖, β_s = ‖g_s‖, A = aaᵀ, G = ggᵀ the sum Σ A_st G_st errs by at most
+    γ_p Σ α_s α_t|G_st| + γ_d Σ β_s β_t|A_st| + γ_p γ_d (Σ α_s β_s)².
     """
     squares = (a.products * g.products).sum((1, 2), dtype=torch.float64)
+    reach = (a.lengths * g.lengths).sum(1, dtype=torch.float64)
     first = a.error * _form(g.products, a.lengths) + g.error * _form(a.products, g.lengths)
-    second = 4 * a.error * g.error * (a.lengths * g.lengths).sum(1).to(torch.float64).square()
+    second = 4 * a.error * g.error * reach.square()
     second += a.products[0].numel() * torch.finfo(a.products.dtype).tiny
     # The bound itself is computed with rounding, from rounded lengths.
-    return squares, (first + second) * (1 + 1e-2)
+    return squares, (first + second) * (1 + 1e-2), reach * (1 + 1e-2)
+
+
+def _gamma(n: int, dtype: torch.dtype) -> float:
+    """γ_n = nu / (1 − nu), the error of n roundings."""
+    unit = torch.finfo(dtype).eps / 2
+    return n * unit / (1 - n * unit)
 
 
 def _form(products: Tensor, x: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,12 +29,20 @@ class KeyStream:
     key: bytes = field(repr=False)
 
     def words(self, first: int, count: int) -> npt.NDArray[np.uint64]:
-        """Words `first` … `first + count − 1`; both even."""
-        if first % _BLOCK_WORDS or count % _BLOCK_WORDS:
+        """Words `first` … `first + count − 1`; `first` is even."""
+        return next(self.blocks(first, count + count % 2))[:count]
+
+    def blocks(self, first: int, size: int) -> Iterator[npt.NDArray[np.uint64]]:
+        """Words from `first` on, `size` at a time, both even; each array overwrites the one before."""
+        if first % _BLOCK_WORDS or size % _BLOCK_WORDS:
             raise ValueError("words are read in whole blocks of two")
         counter = (first // _BLOCK_WORDS).to_bytes(16, "big")
         encryptor = Cipher(algorithms.AES256(self.key), modes.CTR(counter)).encryptor()
-        return np.frombuffer(encryptor.update(bytes(8 * count)), dtype="<u8")
+        zeros, buffer = bytes(8 * size), bytearray(8 * size + 15)
+        words = np.frombuffer(buffer, dtype="<u8", count=size)
+        while True:
+            encryptor.update_into(zeros, buffer)
+            yield words
 
 
 @dataclass(frozen=True)

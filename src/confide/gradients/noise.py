@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -12,20 +12,20 @@ import torch
 from torch import Tensor
 
 from confide.errors import PrivacyError
+from confide.gradients import normals
 from confide.gradients.keys import KeyStream
+from confide.gradients.normals import Floats, Words
 
-_PAIRS = 1 << 13  # per block: what fits the processor's second-level cache
-_NORMALS = 2 * _PAIRS
-
-Floats = npt.NDArray[np.float64]
+_BLOCK = 1 << 15  # normals at a time: what fits the processor's second-level cache
+_SPAN = 1 << 20  # normals per task of a thread
 
 
 def add_noise(sums: Mapping[str, Tensor], std: float, stream: KeyStream) -> dict[str, Tensor]:
     """Add independent N(0, std²) to every value, in place.
 
-    The noise is one long float64 vector that depends on the stream alone, laid over the tensors in the
-    order of their names; not on threads, device or dtype. It is added in float64 before the result is
-    rounded to the tensor's dtype.
+    The noise is one long float64 vector that depends on the stream alone, not on threads or devices, laid
+    over the tensors in the order of their names. It is added in float64 before the result is rounded to the
+    tensor's dtype.
 
     Args:
         sums: tensors by name, overwritten.
@@ -40,65 +40,78 @@ def add_noise(sums: Mapping[str, Tensor], std: float, stream: KeyStream) -> dict
     """
     if not (math.isfinite(std) and std >= 0):
         raise PrivacyError(f"the noise's standard deviation must be finite and not negative, not {std}")
-    if std == 0:
-        return dict(sums)
-    local = {name: value.detach().to("cpu").contiguous() for name, value in sums.items()}
-    targets = [value.view(-1).numpy() for value in local.values()]
-    ends = np.cumsum([target.size for target in targets])
-    blocks = range(-(-int(ends[-1]) // _NORMALS) if targets else 0)
-    workers = min(torch.get_num_threads(), len(blocks))
-
-    def fill(worker: int) -> None:
-        for block in blocks[worker::workers]:
-            noise = normals(stream, block)
-            noise *= std
-            _lay(noise, block * _NORMALS, targets, ends)
-
-    if workers > 1:
-        with ThreadPoolExecutor(workers) as pool:
-            list(pool.map(fill, range(workers)))
-    elif workers:
-        fill(0)
-    for name, value in sums.items():
-        if value.data_ptr() != local[name].data_ptr():
-            value.detach().copy_(local[name])
+    if std > 0:
+        local = {name: value.detach().to("cpu").contiguous() for name, value in sums.items()}
+        _add(_Vector([value.view(-1).numpy() for value in local.values()]), std, stream)
+        for name, value in sums.items():
+            if value.data_ptr() != local[name].data_ptr():
+                value.detach().copy_(local[name])
     return dict(sums)
 
 
-def normals(stream: KeyStream, block: int) -> Floats:
-    """Values block·2¹⁴ … of the stream's standard normal vector: (2¹⁴,) float64.
+class _Vector:
+    """Flat arrays seen as one vector, one after the other."""
 
-    Box and Muller (1958), from 64 bits for the radius and 64 for the angle of each pair. The largest value
-    is 9.5, which an ideal normal exceeds once in 10²⁰ draws.
-    """
-    words = stream.words(block * _NORMALS, _NORMALS)
-    radius = words[:_PAIRS].astype(np.float64)
-    radius += 0.5
-    radius *= 2.0**-64
-    np.log(radius, out=radius)
-    radius *= -2.0
-    np.sqrt(radius, out=radius)
-    angle = words[_PAIRS:].view(np.int64).astype(np.float64)
-    angle *= math.pi * 2.0**-63
-    # torch's sine and cosine are vectorised in float64, numpy's are not.
-    turn = torch.from_numpy(angle)
-    pair = np.empty((2, _PAIRS))
-    torch.cos(turn, out=torch.from_numpy(pair[0]))
-    torch.sin(turn, out=torch.from_numpy(pair[1]))
-    pair *= radius
-    return pair.reshape(-1)
+    def __init__(self, arrays: list[Floats]) -> None:
+        self._arrays = arrays
+        self._ends = np.cumsum([0, *(array.size for array in arrays)])[1:]
+        self.size = int(self._ends[-1]) if arrays else 0
+
+    def add(self, start: int, values: Floats) -> None:
+        """Add `values` from index `start` on, in float64; what reaches beyond the end is dropped."""
+        stop = min(start + values.size, self.size)
+        which = int(np.searchsorted(self._ends, start, side="right"))
+        while start < stop:
+            end = int(self._ends[which])
+            upto = min(stop, end)
+            array = self._arrays[which]
+            piece = array[array.size - (end - start) : array.size - (end - upto)]
+            drawn, values = values[: upto - start], values[upto - start :]
+            drawn += piece
+            piece[:] = drawn
+            start, which = upto, which + 1
+
+    def add_at(self, index: npt.NDArray[np.int64], values: Floats) -> None:
+        """Add values[i] at index[i], in float64; indices ascend, once each."""
+        bounds = np.searchsorted(index, [0, *self._ends])
+        for array, end, low, high in zip(self._arrays, self._ends, bounds, bounds[1:], strict=False):
+            if low < high:
+                place = index[low:high] - (end - array.size)
+                array[place] = values[low:high] + array[place]
 
 
-def _lay(noise: Floats, start: int, targets: list[Floats], ends: npt.NDArray[np.int64]) -> None:
-    """Add `noise`, whose first value has index `start`, to whatever lies there."""
-    stop = min(start + noise.size, int(ends[-1]))
-    which = int(np.searchsorted(ends, start, side="right"))
-    while start < stop:
-        target, end = targets[which], int(ends[which])
-        upto = min(stop, end)
-        offset = end - target.size
-        piece = target[start - offset : upto - offset]
-        drawn, noise = noise[: upto - start], noise[upto - start :]
-        drawn += piece
-        piece[:] = drawn
-        start, which = upto, which + 1
+def _add(vector: _Vector, std: float, stream: KeyStream) -> None:
+    table = normals.widths(std)
+
+    def span(number: int) -> None:
+        index, drawn = np.empty(_BLOCK, np.int64), np.empty(_BLOCK)
+        start = number * _SPAN
+        stop = min(start + _SPAN, vector.size)
+        missing = []
+        for at, words in zip(range(start, stop, _BLOCK), stream.blocks(start, _BLOCK), strict=False):
+            missing.append(at + normals.fill(words, table, index, drawn))
+            vector.add(at, drawn)
+        left = np.concatenate(missing)
+        vector.add_at(left, std * normals.rest(len(left), _reader(stream, number)))
+
+    spans = range(-(-vector.size // _SPAN))
+    workers = min(torch.get_num_threads(), len(spans))
+    if workers > 1:
+        with ThreadPoolExecutor(workers) as pool:
+            list(pool.map(span, spans))
+    else:
+        for number in spans:
+            span(number)
+
+
+def _reader(stream: KeyStream, span: int) -> Callable[[int], Words]:
+    """Reads on from a place in the stream that no other span, and no block, ever reaches."""
+    position = (span + 1) << 64
+
+    def read(count: int) -> Words:
+        nonlocal position
+        words = stream.words(position, count)
+        position += count + count % 2
+        return words
+
+    return read

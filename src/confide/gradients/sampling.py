@@ -42,6 +42,6 @@ def poisson_draw(key: Key, draw: str, step: int, count: int, rate: float) -> npt
     found = [np.empty(0, np.int64)]
     for start in range(0, count, _BLOCK):
         size = min(_BLOCK, count - start)
-        joins = stream.words(start, size + size % 2)[:size] < threshold
+        joins = stream.words(start, size) < threshold
         found.append(start + np.flatnonzero(joins).astype(np.int64))
     return np.concatenate(found)

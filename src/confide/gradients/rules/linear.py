@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from confide.gradients.clipping import round_down
-from confide.gradients.gram import Gram, squared_norms
+from confide.gradients.gram import Gram, overflow, squared_norms
 from confide.gradients.parts import Part, PerUnit, Rows, Sums, without
 
 
@@ -68,4 +68,6 @@ class _Product:
 
 
 def _squares(x: Tensor) -> Tensor:
-    return x[:, 0].to(torch.float64).square().sum(-1)
+    """(rows, 1, p) → (rows,) float64."""
+    squares = x[:, 0].to(torch.float64).square().sum(-1)
+    return squares.masked_fill(squares.sqrt() > overflow(x.dtype), torch.inf)
