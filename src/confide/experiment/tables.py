@@ -7,11 +7,15 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, Context, Decimal
+from typing import TYPE_CHECKING
 
 from confide.errors import ConfigError
 from confide.experiment.scores import INDIVIDUAL, PRETRAINED, ScoreLine, Spread, label, score_table
 from confide.experiment.study import MethodFacts, Row, Study
 from confide.geometry.gap import merge_gap
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 NOTHING = "–"
 
@@ -96,28 +100,28 @@ def method_table(facts: Sequence[MethodFacts], rows: Sequence[Row]) -> list[Meth
 
 
 def method_text(lines: Sequence[MethodLine]) -> Table:
-    """The method table as text: drift as a share, merge gaps in points, ε and δ rounded up."""
-    operators = tuple(dict.fromkeys(name for line in lines for name in line.merge_gap))
-    header = ("method", "drift", *(f"gap {name}" for name in operators), "σ", "ε", "δ", "trained", "seconds")
+    """The method table as text, a column per method: gaps in points, ε and δ rounded up."""
+    operators = dict.fromkeys(name for line in lines for name in line.merge_gap)
+    gaps = tuple(
+        (
+            f"merge gap, {name}",
+            *(
+                line.merge_gap[name].percent(signed=True) if name in line.merge_gap else NOTHING
+                for line in lines
+            ),
+        )
+        for name in operators
+    )
     return Table(
-        header,
-        tuple(
-            (
-                label(line.method),
-                line.drift.plain(),
-                *(
-                    line.merge_gap[name].percent(signed=True) if name in line.merge_gap else NOTHING
-                    for name in operators
-                ),
-                _between(*(f"{sigma:.3g}" for sigma in line.noise_multiplier))
-                if any(line.noise_multiplier)
-                else NOTHING,
-                _claims(line, 0),
-                _claims(line, 1),
-                _between(*(f"{number:,}" for number in line.trained)),
-                f"{line.seconds.mean:.0f}",
-            )
-            for line in lines
+        ("", *(label(line.method) for line in lines)),
+        (
+            ("drift", *(line.drift.plain() for line in lines)),
+            *gaps,
+            ("noise multiplier σ", *(_sigma(line.noise_multiplier) for line in lines)),
+            ("ε", *(_claims(line, 0) for line in lines)),
+            ("δ", *(_claims(line, 1) for line in lines)),
+            ("trained parameters", *(_between(*(f"{n:,}" for n in line.trained)) for line in lines)),
+            ("training seconds", *(f"{line.seconds.mean:.0f}" for line in lines)),
         ),
     )
 
@@ -125,23 +129,54 @@ def method_text(lines: Sequence[MethodLine]) -> Table:
 def print_study(study: Study) -> None:
     """Print findings, scores and methods to the terminal."""
     from rich.console import Console
-    from rich.table import Table as Grid
 
     console = Console()
-    tables = (
-        ("Scores in percent, on test records and without noise", score_text(score_table(study.rows))),
-        ("Drift, merge gap in points, and privacy", method_text(method_table(study.methods, study.rows))),
-    )
-    for title, table in tables:
-        words = 2 if table.header[1] == "operator" else 1
-        grid = Grid(title=title, title_justify="left", header_style="bold")
-        for position, name in enumerate(table.header):
-            grid.add_column(name, justify="left" if position < words else "right", no_wrap=position < words)
-        for row in table.rows:
-            grid.add_row(*row)
-        console.print(grid)
+    if not console.is_terminal:
+        console = Console(width=140)  # a file has no edge to wrap at
+    lines = score_table(study.rows)
+    _print(console, "Scores in percent, on test records and without noise", score_text(lines), words=2)
+    methods = method_text(method_table(study.methods, study.rows))
+    _print(console, "How each method trained, and points lost by merging", methods, words=1)
     for finding in study.findings:
         console.print(f"• {finding}", markup=False, highlight=False)
+
+
+def _print(console: Console, title: str, table: Table, words: int) -> None:
+    """A table whose cells are never cut; where it is too wide, they break before `±` and after `to`."""
+    from rich import box
+    from rich.table import Table as Grid
+    from rich.text import Text
+
+    columns = [list(column) for column in zip(table.header, *table.rows, strict=True)]
+    for column in columns[words:]:
+        column[0] = column[0].replace("-", "-\n") if words == 2 else column[0]
+    if _needed(columns) > console.width:
+        columns[words:] = [
+            [text.replace(" ±", "\n±").replace(" to ", " to\n") for text in column]
+            for column in columns[words:]
+        ]
+    grid = Grid(
+        title=title,
+        title_justify="left",
+        header_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        show_edge=False,
+        padding=(0, 0, 0, 1),
+    )
+    for position, column in enumerate(columns):
+        grid.add_column(Text(column[0]), justify="left" if position < words else "right", no_wrap=True)
+    for row in list(zip(*columns, strict=True))[1:]:
+        grid.add_row(*(Text(cell) for cell in row))
+    width, console.width = console.width, max(console.width, _needed(columns))
+    console.print(grid)
+    console.width = width
+    console.print()
+
+
+def _needed(columns: Sequence[Sequence[str]]) -> int:
+    """Characters across: the longest line of each column, and two between columns."""
+    return sum(max(len(line) for text in column for line in text.split("\n")) + 2 for column in columns)
 
 
 def _gap(rows: Sequence[Row], method: str, operator: str) -> Spread:
@@ -176,6 +211,10 @@ def _bound(value: float, which: int) -> str:
     if which == 0:
         return str(Decimal(repr(value)).quantize(Decimal("0.01"), ROUND_CEILING))
     return f"{Context(prec=2, rounding=ROUND_CEILING).create_decimal(repr(value)).normalize():e}"
+
+
+def _sigma(between: tuple[float, float]) -> str:
+    return _between(*(f"{sigma:.3g}" for sigma in between)) if any(between) else NOTHING
 
 
 def _between(low: str, high: str) -> str:

@@ -1,0 +1,75 @@
+"""The report of a study: one page that asks nothing of the network, and the same facts as data."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from confide.errors import ConfigError
+from confide.experiment.scores import score_table
+from confide.experiment.study import Study
+from confide.experiment.tables import method_table, method_text, score_text
+from confide.files import new_folder, write_json, write_text
+from confide.report import figures
+
+
+def write_report(study: Study, folder: Path, *, overwrite: bool = False) -> None:
+    """Write `results.json` (the rows), `study.json` (every fact) and `report.html`, all or nothing.
+
+    Args:
+        study: what to report.
+        folder: must not exist, unless `overwrite`; then it is replaced as a whole.
+
+    Raises:
+        ConfigError: a number that isn't finite, or rows that don't make a table.
+        ReleaseError: `folder` exists, or can't be written.
+    """
+    page = report_html(study)
+    with new_folder(Path(folder), overwrite=overwrite) as side:
+        try:
+            write_json(side / "results.json", study.results())
+            write_json(side / "study.json", dataclasses.asdict(study))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"the study holds a value that JSON can't: {error}") from None
+        write_text(side / "report.html", page)
+
+
+def report_html(study: Study) -> str:
+    """The page: findings first, then scores, figures, methods, tasks, the claim and the settings.
+
+    Everything that comes from the study is escaped.
+
+    Raises:
+        ConfigError: as in `write_report`.
+    """
+    import jinja2
+    import yaml
+
+    lines, methods = score_table(study.rows), method_table(study.methods, study.rows)
+    charts = (
+        figures.task_scores(lines),
+        figures.merged_scores(lines),
+        figures.merge_gaps(methods),
+        figures.drifts(methods),
+    )
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("confide.report", "."),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    values: dict[str, Any] = {
+        "study": study,
+        "scores": score_text(lines),
+        "operators": [line.operator for line in lines],
+        "methods": method_text(methods),
+        "charts": [chart for chart in charts if chart is not None],
+        "settings": {
+            method: yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
+            for method, settings in study.settings.items()
+        },
+        "seeds": sorted({row.seed for row in study.rows}),
+    }
+    return environment.get_template("report.html.j2").render(values)
