@@ -24,6 +24,8 @@ class Trainable(BaseModel):
         blocks: how many blocks from the top, for `lora` and `blocks`; 0 means every block.
         rank: r of LoRA.
         alpha: LoRA's scale is alpha / rank.
+        train_a: whether LoRA's A is trained too. With A fixed at its public random value there is half as much
+            to add noise to, and ΔW is linear in what is trained (FFA-LoRA, Sun et al. 2024).
         targets: last name components of the Linear layers that LoRA adapts.
     """
 
@@ -31,6 +33,7 @@ class Trainable(BaseModel):
     blocks: int = Field(default=2, ge=0)
     rank: int = Field(default=8, gt=0)
     alpha: float = Field(default=16.0, gt=0)
+    train_a: bool = False
     targets: tuple[str, ...] = ("query", "value")
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -73,9 +76,8 @@ def adapt(classifier: Classifier, trainable: Trainable, seed: int) -> Adapted:
     lora: dict[str, nn.Module] = {}
     if trainable.kind == "lora":
         lora = _inject(model, trainable, lowest, seed)
-        wanted = {
-            f"{name}.{part}" for name in lora for part in ("lora_A.default.weight", "lora_B.default.weight")
-        }
+        factors = ("lora_A", "lora_B") if trainable.train_a else ("lora_B",)
+        wanted = {f"{name}.{factor}.default.weight" for name in lora for factor in factors}
         encoder = tuple(name for name, _ in model.named_parameters() if name in wanted)
         lora = {f"{name}.weight": layer for name, layer in lora.items()}
     else:
