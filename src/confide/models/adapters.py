@@ -24,8 +24,8 @@ class Trainable(BaseModel):
         blocks: how many blocks from the top, for `lora` and `blocks`; 0 means every block.
         rank: r of LoRA.
         alpha: LoRA's scale is alpha / rank.
-        train_a: whether LoRA's A is trained too. With A fixed at its public random value there is half as much
-            to add noise to, and ΔW is linear in what is trained (FFA-LoRA, Sun et al. 2024).
+        train_a: whether LoRA's A is trained too. With A fixed at its public random value there is half as
+            much to add noise to, and ΔW is linear in what is trained (FFA-LoRA, Sun et al. 2024).
         targets: last name components of the Linear layers that LoRA adapts.
     """
 
