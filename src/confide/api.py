@@ -19,7 +19,7 @@ import numpy as np
 from confide.errors import DataError
 from confide.finetune.prepare import forward_of
 from confide.finetune.run import FineTuned, PublicBase, finetune, prepare
-from confide.finetune.settings import Settings
+from confide.finetune.settings import Settings as Settings
 from confide.merging.merge import MergeReport
 from confide.merging.merge import merge as _merge
 from confide.models.backbones import Classifier, resolve

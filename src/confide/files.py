@@ -35,7 +35,11 @@ def new_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
         if path.exists():
             old = side.with_suffix(".old")
             path.rename(old)
-            side.rename(path)
+            try:
+                side.rename(path)
+            except BaseException:
+                old.rename(path)
+                raise
             shutil.rmtree(old)
         else:
             side.rename(path)

@@ -10,6 +10,8 @@ import typer
 from confide.cli import evaluate, merge, predict, privacy, run, train
 from confide.errors import ConfideError
 
+_INTERRUPTED = 130
+
 app = typer.Typer(
     name="confide",
     help="Fine-tune transformers under differential privacy, merge the releases, and carry the claim along.",
@@ -44,9 +46,18 @@ def main() -> None:
             raise
         print(f"confide: {error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("confide: interrupted; nothing was released", file=sys.stderr)
-        sys.exit(130)
+    except SystemExit as end:
+        if end.code == _INTERRUPTED:  # typer turns Ctrl-C into this
+            print("confide: interrupted; nothing was released", file=sys.stderr)
+        raise
+    except Exception as error:
+        if os.environ.get("CONFIDE_DEBUG"):
+            raise
+        print(
+            f"confide: unexpected {type(error).__name__}: {error}; `confide --debug` shows where",
+            file=sys.stderr,
+        )
+        sys.exit(1)
 
 
 if __name__ == "__main__":

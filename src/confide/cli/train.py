@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,8 +14,11 @@ from confide.cli.progress import progress_bars
 if TYPE_CHECKING:
     from confide.finetune.run import FineTuned
     from confide.finetune.settings import Settings
+    from confide.privacy.statement import Statement
     from confide.privacy.streams import Schedule
     from confide.tasks.records import TaskData
+
+_NOTE = "The score comes from test records without noise: it is for you, and no part of the release."
 
 
 def train(
@@ -71,6 +75,7 @@ def train(
 ) -> None:
     """Fine-tune a classifier on your own records under differential privacy."""
     from confide.errors import ConfigError
+    from confide.files import new_folder, write_json
     from confide.finetune.run import PublicBase, finetune, plan, prepare
     from confide.gradients.keys import Keys
     from confide.models.backbones import load_classifier
@@ -126,24 +131,29 @@ def train(
             progress=progress,
         )
         score = result.score()
-        statement = result.release(out / "release")
-    result.keep_private(out / "private")
-    summary = {
-        "release": str(out / "release"),
-        "dataset": dataset,
-        "method": method,
-        "epsilon": statement.claim.epsilon if statement.claim else None,
-        "delta": statement.claim.delta if statement.claim else None,
-        "no_claim": statement.no_claim,
-        "metric": metric,
-        "score": score,
-        "score_is_private": False,
-    }
-    _write_report(out, summary)
+    with new_folder(out) as folder:
+        statement = result.release(folder / "release")
+        result.keep_private(folder / "private")
+        summary = _summary(result, statement, out, score)
+        write_json(folder / "report" / "results.json", {**summary, "note": _NOTE})
     if json:
         print_json(summary)
     else:
         _show(result, summary, score)
+
+
+def _summary(result: FineTuned, statement: Statement, out: Path, score: float) -> dict[str, Any]:
+    return {
+        "release": str(out / "release"),
+        "dataset": statement.spendings[0].dataset,
+        "method": result.settings.method,
+        "epsilon": statement.claim.epsilon if statement.claim else None,
+        "delta": statement.claim.delta if statement.claim else None,
+        "no_claim": statement.no_claim,
+        "metric": result.prepared.task.metric,
+        "score": score,
+        "score_is_private": False,
+    }
 
 
 def _settings(given: dict[str, Any]) -> Settings:
@@ -156,22 +166,24 @@ def _settings(given: dict[str, Any]) -> Settings:
         return Settings.model_validate(given)
     except ValidationError as error:
         first = error.errors()[0]
-        option = "--" + "-".join(str(part) for part in first["loc"]).replace("_", "-")
+        path = first["loc"] or ("method",)
+        name = path[1] if path[0] == "trainable" and len(path) > 1 else path[0]
+        option = "--" + str(name).replace("_", "-")
         raise ConfigError(f"{option}: {first['msg']}, not {first['input']}") from None
 
 
 def _number_or_rule(delta: str) -> float | str:
-    try:
-        return float(delta)
-    except ValueError:
+    from confide.errors import ConfigError
+
+    if delta in ("auto", "1/n", "n^-1.1"):
         return delta
-
-
-def _write_report(out: Path, summary: dict[str, Any]) -> None:
-    from confide.files import write_json
-
-    note = "The score comes from test records without noise: it is for you, and no part of the release."
-    write_json(out / "report" / "results.json", {**summary, "note": note})
+    try:
+        value = float(delta)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < 1:
+        raise ConfigError(f"--delta: a number between 0 and 1, auto, 1/n or n^-1.1, not {delta}")
+    return value
 
 
 def _show(result: FineTuned, summary: dict[str, Any], score: float) -> None:

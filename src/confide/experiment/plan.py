@@ -11,7 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from confide.errors import ConfigError
 from confide.finetune.settings import Settings
+from confide.merging.operators import find
 from confide.models.adapters import Trainable
+from confide.release.write import check_task_name
 
 
 class TaskPlan(BaseModel):
@@ -74,17 +76,22 @@ class Plan(BaseModel):
     pretrained: dict[str, Any] | None = None
     methods: dict[str, dict[str, Any]] = {}
     merges: tuple[MergePlan, ...] = ()
-    seeds: tuple[int, ...] = (0,)
+    seeds: tuple[int, ...] = Field(default=(0,), min_length=1)
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> Plan:
-        names = [task.name for task in self.tasks]
-        if len(set(names)) != len(names):
-            raise ValueError("two tasks have the same name")
+        _refuse_twins("tasks have the name", [task.name for task in self.tasks])
+        _refuse_twins("merges have the operator", [merge.operator for merge in self.merges])
+        _refuse_twins("seeds are", [str(seed) for seed in self.seeds])
         if "pretrained" in self.methods:
             raise ValueError("`pretrained` is a key of its own, beside `methods`")
+        if not self.methods and self.pretrained is None:
+            raise ValueError("a study needs a method to train with: methods, or pretrained")
+        for key in ("seed", "method"):
+            if key in self.settings:
+                raise ValueError(f"settings are shared by all methods, so {key} has no place there")
         return self
 
     def settings_of(self, method: str, seed: int) -> Settings:
@@ -104,6 +111,9 @@ class Plan(BaseModel):
             raise ConfigError(f"method {method!r}: {_first(error, Settings)}") from None
 
 
+_NESTED: dict[int | str, type[BaseModel]] = {"tasks": TaskPlan, "merges": MergePlan, "trainable": Trainable}
+
+
 def read(path: Path, *, fast: bool = False) -> Plan:
     """Read a study.
 
@@ -115,8 +125,8 @@ def read(path: Path, *, fast: bool = False) -> Plan:
     """
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"there is no file {path}") from None
+    except OSError as error:
+        raise ConfigError(f"can't read {path}: {error.strerror or error}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
@@ -128,9 +138,24 @@ def read(path: Path, *, fast: bool = False) -> Plan:
         plan = Plan.model_validate(_over(content, shorter) if fast else content)
     except ValidationError as error:
         raise ConfigError(f"{path}: {_first(error, Plan)}") from None
-    for method in [*plan.methods, *(["pretrained"] if plan.pretrained is not None else [])]:
-        plan.settings_of(method, plan.seeds[0])
+    names = [*plan.methods, *(["pretrained"] if plan.pretrained is not None else [])]
+    lengths = {plan.settings_of(method, plan.seeds[0]).max_length for method in names}
+    if len(lengths) > 1:
+        raise ConfigError(
+            f"{path}: methods have max_length {sorted(lengths)}; texts are encoded once for all of them, so "
+            "put one max_length into settings"
+        )
+    for task in plan.tasks:
+        check_task_name(task.name)
+    for merge in plan.merges:
+        find(merge.operator).settings(merge.parameters)
     return plan
+
+
+def _refuse_twins(what: str, names: list[str]) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"two {what} {name!r}; results would overwrite each other")
 
 
 def _over(below: Any, above: Any) -> Any:
@@ -145,6 +170,7 @@ def _over(below: Any, above: Any) -> Any:
 def _first(error: ValidationError, model: type[BaseModel]) -> str:
     """The first complaint: key, what is wrong, and the key that was perhaps meant."""
     first = error.errors()[0]
+    model = _NESTED.get(first["loc"][0], model) if len(first["loc"]) > 1 else model
     where = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         near = get_close_matches(str(first["loc"][-1]), list(model.model_fields), n=1)

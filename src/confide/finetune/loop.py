@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -65,11 +64,13 @@ def train(
     unbound = [name for name in schedule.parameters if name not in binding.parameters]
     if unbound:
         raise ModelError(f"the schedule trains {unbound[0]}, which the model does not have")
-    runners = [_StreamRunner(binding, stream, keys) for stream in schedule.streams]
+    runners: dict[str, list[_StreamRunner]] = {}
+    for stream in schedule.streams:
+        runners.setdefault(stream.draw, []).append(_StreamRunner(binding, stream, keys))
     history = History()
     total = max(stream.steps for stream in schedule.streams)
     for step in range(total):
-        for _, group in groupby(runners, key=lambda runner: runner.stream.draw):
+        for group in runners.values():
             active = [runner for runner in group if step < runner.stream.steps]
             for runner in active:  # streams on one draw look at the same weights, then move together
                 history.steps.append(runner.query(step))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from confide import files
+from confide.errors import ReleaseError
 from confide.finetune import methods
 from confide.finetune.binding import Anchor, Binding
 from confide.finetune.loop import History, train
@@ -31,7 +32,7 @@ from confide.privacy.streams import Budget, Schedule
 from confide.release.format import WEIGHTS, Head, ReleaseInfo
 from confide.release.hashes import base_hash
 from confide.release.tensors import write_tensors
-from confide.release.write import write_release
+from confide.release.write import check_task_name, write_release
 from confide.tasks.evaluate import predict
 from confide.tasks.metrics import score
 from confide.tasks.records import TaskData
@@ -108,7 +109,10 @@ class FineTuned:
         write_tensors(folder / WEIGHTS, {name: tensor.numpy() for name, tensor in state.items()})
         classifier.model.config.architectures = [type(classifier.model).__name__]  # type: ignore[union-attr]
         classifier.model.config.save_pretrained(folder)  # type: ignore[union-attr,operator]
-        classifier.tokenizer.save_pretrained(folder)
+        try:
+            classifier.tokenizer.save_pretrained(folder)
+        except Exception as error:  # a full disk is a bare Exception in the tokenizers library
+            raise ReleaseError(f"can't write the tokenizer to {folder}: {error}") from error
 
 
 def prepare(task: TaskData, base: PublicBase, max_length: int) -> Prepared:
@@ -153,10 +157,14 @@ def finetune(
         on_plan: called with the calibrated schedule before anything looks at a record.
         progress: called with (what, done, total).
 
+    Raises:
+        ConfigError, PrivacyError, ModelError, ReleaseError: before anything looks at a record.
+
     Guarantee: the result's weights are (ε, δ)-DP in the training units as `statement` says, provided the
     caller publishes nothing else that was computed from them (`history` and `score` are not noised).
     """
     task = prepared.task
+    check_task_name(task.name)
     keys = keys or Keys.fresh()
     classifier = load_classifier(base.folder, task.labels, settings.seed)
     adapted, schedule, delta = plan(task, classifier, settings)

@@ -42,7 +42,7 @@ class Settings(BaseModel):
     """
 
     method: Method = "dp-merging"
-    epsilon: float | None = Field(default=4.0, gt=0, allow_inf_nan=False)
+    epsilon: float | None = Field(default=4.0, gt=0)
     delta: float | Literal["auto", "1/n", "n^-1.1"] = "auto"
     expected_batch: int | None = Field(default=None, gt=0)
     steps: int = Field(default=60, gt=0)
@@ -62,7 +62,7 @@ class Settings(BaseModel):
     max_length: int = Field(default=64, gt=2)
     seed: int = 0
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @model_validator(mode="after")
     def _budget_fits_method(self) -> Settings:

@@ -32,7 +32,7 @@ class Trainable(BaseModel):
     kind: Literal["head", "lora", "blocks", "all"] = "lora"
     blocks: int = Field(default=2, ge=0)
     rank: int = Field(default=8, gt=0)
-    alpha: float = Field(default=16.0, gt=0)
+    alpha: float = Field(default=16.0, gt=0, allow_inf_nan=False)
     train_a: bool = False
     targets: tuple[str, ...] = ("query", "value")
 
@@ -70,7 +70,7 @@ def adapt(classifier: Classifier, trainable: Trainable, seed: int) -> Adapted:
     """
     model = classifier.model
     count = _block_count(model)
-    if trainable.blocks > count:
+    if trainable.kind in ("lora", "blocks") and trainable.blocks > count:
         raise ConfigError(f"trainable.blocks is {trainable.blocks}, but the base has {count} blocks")
     lowest = count - (trainable.blocks or count)
     lora: dict[str, nn.Module] = {}

