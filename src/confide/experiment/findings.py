@@ -85,7 +85,7 @@ def _against_dp_adamw(lines: Lines) -> list[str]:
             f"{_with(operator)} ({line.gain.percent(signed=True)} points: {line.average.percent()} % "
             f"against {other.average.percent()} %)"
         )
-        gain = _rounded(line.gain.mean)
+        gain = _rounded(line.gain.mean) if abs(line.gain.mean) > (line.gain.deviation or 0) else 0
         (better if gain > 0 else worse if gain < 0 else level).append(item)
     if not better + level + worse:
         return []
@@ -93,10 +93,10 @@ def _against_dp_adamw(lines: Lines) -> list[str]:
         return [f"DP-Merging does better than DP-AdamW in every row: {_list(better)}."]
     if not better:
         return [f"DP-Merging doesn't beat DP-AdamW in any row: {_list(worse + level)}."]
-    parts = [f"does better than DP-AdamW {_list(better)}"]
+    parts = [f"DP-Merging does better than DP-AdamW {_list(better)}"]
     parts += [f"worse {_list(worse)}"] if worse else []
-    parts += [f"no different {_list(level)}"] if level else []
-    return [f"DP-Merging {_list(parts)}."]
+    parts += [f"no clear difference {_list(level)}"] if level else []
+    return ["; ".join(parts) + "."]
 
 
 def _best_merge(lines: Lines) -> list[str]:

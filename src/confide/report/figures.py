@@ -20,7 +20,7 @@ _MORE_COLOURS = ("#cc79a7", "#e69f00", "#0072b2", "#f0e442")
 """Okabe and Ito's palette, which colour-blind readers can tell apart."""
 _INK, _FAINT = "#010203", "#040506"
 """Stand-ins for the page's own text colours, so that a figure suits a light and a dark page."""
-_WIDTH, _ROW, _BELOW, _CHARACTER = 4.7, 0.235, 0.52, 0.083
+_WIDTH, _ROW, _BELOW, _CHARACTER = 4.1, 0.235, 0.52, 0.083
 """Inches: of the figure, from bar to bar, for the axis, and of a character at most."""
 
 
@@ -74,7 +74,7 @@ def merged_scores(lines: Sequence[ScoreLine]) -> Chart | None:
         groups.setdefault(line.operator, []).append(bar)
     if not groups:
         return None
-    note = "Longer is better. Black tick: average of the method's own models before merging."
+    note = "Longer is better. Thick tick: average of the method's own models before merging."
     if PRETRAINED in before:
         note += " Dashed line: the untouched encoder with a private head."
     return Chart(
@@ -237,7 +237,7 @@ def _ticks(bars: Sequence[_Bar]) -> list[float]:
 def _grid(axes: Axes) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
     axes.grid(axis="x", color=_FAINT, alpha=0.35, linewidth=0.6, zorder=0)
     axes.set_axisbelow(True)
 
