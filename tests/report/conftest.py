@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from confide.experiment.findings import findings
-from confide.experiment.study import MethodFacts, Row, Study, TaskFacts
+from confide.report.findings import findings
+from confide.report.study import MethodFacts, Row, Study, TaskFacts
 
 TASKS = ("rotten-tomatoes", "tweets", "brown-genre", "icd10-chapter")
 SCORES = {

@@ -7,9 +7,9 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from confide.experiment.scores import score_table
-from confide.experiment.tables import method_table
 from confide.report import figures
+from confide.report.scores import score_table
+from confide.report.tables import method_table
 
 from .conftest import TASKS, made_up_study
 

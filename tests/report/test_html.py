@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from confide.errors import ConfigError, ReleaseError
-from confide.experiment.scores import score_table
-from confide.experiment.study import Study
-from confide.experiment.tables import method_table, method_text, score_text
 from confide.report.html import report_html, write_report
+from confide.report.scores import score_table
+from confide.report.study import Study
+from confide.report.tables import method_table, method_text, score_text
 
 from .conftest import made_up_study
 

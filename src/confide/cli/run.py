@@ -20,8 +20,8 @@ def run(
     """Train, merge and score everything that a study names, and write its report."""
     from confide.experiment.plan import read
     from confide.experiment.run import run as run_study
-    from confide.experiment.tables import print_study
     from confide.report.html import write_report
+    from confide.report.tables import print_study
 
     study_plan = read(plan, fast=fast)
     with progress_bars(show=not json) as progress:

@@ -14,7 +14,6 @@ import numpy as np
 
 from confide.errors import ConfigError
 from confide.experiment.plan import MergePlan, Plan, TaskPlan
-from confide.experiment.study import MethodFacts, Row, Study, TaskFacts
 from confide.finetune.prepare import Prepared, Progress, forward_of
 from confide.finetune.run import FineTuned, PublicBase, finetune, prepare
 from confide.finetune.settings import Settings
@@ -24,6 +23,7 @@ from confide.models.adapters import plain_state
 from confide.models.releases import load_release
 from confide.privacy.composition import compose, per_dataset
 from confide.privacy.statement import Claim, Statement
+from confide.report.study import MethodFacts, Row, Study, TaskFacts
 from confide.tasks import registry
 from confide.tasks.evaluate import predict
 from confide.tasks.files import read_task
@@ -92,7 +92,7 @@ def run(plan: Plan, out: Path, progress: Progress) -> Study:
         progress("merges scored", count, len(merges))
         rows.append(_merge_and_score(plan, out, base, prepared, seen, method, seed, operator))
     progress("merges scored", len(merges), len(merges))
-    from confide.experiment.findings import findings
+    from confide.report.findings import findings
 
     return Study(
         title=plan.title,

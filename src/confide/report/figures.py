@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from confide.experiment.scores import INDIVIDUAL, NON_PRIVATE, PRETRAINED, ScoreLine, Spread, label
-from confide.experiment.tables import MethodLine
+from confide.report.scores import INDIVIDUAL, NON_PRIVATE, PRETRAINED, ScoreLine, Spread, label
+from confide.report.tables import MethodLine
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

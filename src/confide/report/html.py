@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from confide.errors import ConfigError
-from confide.experiment.scores import score_table
-from confide.experiment.study import Study
-from confide.experiment.tables import method_table, method_text, score_text
 from confide.files import new_folder, write_json, write_text
 from confide.report import figures
+from confide.report.scores import score_table
+from confide.report.study import Study
+from confide.report.tables import method_table, method_text, score_text
 
 
 def write_report(study: Study, folder: Path, *, overwrite: bool = False) -> None:

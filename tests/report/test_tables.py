@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from confide.errors import ConfigError
-from confide.experiment.study import MethodFacts, Row, Study
-from confide.experiment.tables import method_table, method_text, print_study
+from confide.report.study import MethodFacts, Row, Study
+from confide.report.tables import method_table, method_text, print_study
 
 FACTS = [
     MethodFacts(

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from confide.errors import ConfigError
-from confide.experiment.study import Row
+from confide.report.study import Row
 
 PRETRAINED, NON_PRIVATE, DP_ADAMW, DP_MERGING = "pretrained", "non-private", "dp-adamw", "dp-merging"
 INDIVIDUAL = "individual"

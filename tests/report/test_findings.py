@@ -6,8 +6,8 @@ from itertools import product
 
 import pytest
 
-from confide.experiment.findings import findings
-from confide.experiment.study import Row
+from confide.report.findings import findings
+from confide.report.study import Row
 
 
 def row(method: str, operator: str, *scores: float, seed: int = 0, epsilon: float | None = 4.0) -> Row:

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from confide.errors import ConfigError
-from confide.experiment.scores import Spread, score_table
-from confide.experiment.study import Row
-from confide.experiment.tables import score_text
+from confide.report.scores import Spread, score_table
+from confide.report.study import Row
+from confide.report.tables import score_text
 
 
 def row(method: str, operator: str, a: float, b: float, seed: int = 0, epsilon: float | None = 4.0) -> Row:

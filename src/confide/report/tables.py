@@ -10,9 +10,9 @@ from decimal import ROUND_CEILING, Context, Decimal
 from typing import TYPE_CHECKING
 
 from confide.errors import ConfigError
-from confide.experiment.scores import INDIVIDUAL, PRETRAINED, ScoreLine, Spread, label, score_table
-from confide.experiment.study import MethodFacts, Row, Study
 from confide.geometry.gap import merge_gap
+from confide.report.scores import INDIVIDUAL, PRETRAINED, ScoreLine, Spread, label, score_table
+from confide.report.study import MethodFacts, Row, Study
 
 if TYPE_CHECKING:
     from rich.console import Console

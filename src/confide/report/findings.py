@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from confide.experiment.scores import (
+from confide.report.scores import (
     DP_ADAMW,
     DP_MERGING,
     INDIVIDUAL,
@@ -15,7 +15,7 @@ from confide.experiment.scores import (
     label,
     score_table,
 )
-from confide.experiment.study import Row
+from confide.report.study import Row
 
 ENOUGH = 0.5
 """Points that fine-tuning gains over a head on the untouched encoder where it pays."""
