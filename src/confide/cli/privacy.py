@@ -104,14 +104,18 @@ def show(
 ) -> None:
     """What a release claims, in words, recomputed from its events."""
     from confide.privacy import composition, statement, words
+    from confide.release import format
+    from confide.release.write import verify
 
-    found = statement.read(folder)
+    complete = (folder / format.FILE_NAME).exists()
+    found = verify(folder) if complete else statement.read(folder)
     composition.check(found)
     honest = composition.recompute(found)
     separate = composition.per_dataset(found) if found.kind == "merge" else {}
     together = composition.worst_case(found) if found.disjoint else None
     if json:
-        print_json(_as_json(found, honest, separate, together))
+        facts = _as_json(found, honest, separate, together)
+        print_json(facts | {"weights": "match" if complete else "not checked"})
         return
     for line in words.describe(found):
         print(line)
@@ -127,6 +131,10 @@ def show(
         print(
             f"Recomputed from the events: ε = {_up(honest.epsilon)} ({honest.accountant}). The claim holds."
         )
+    if complete:
+        print("The weights are the ones that the statement is about.")
+    else:
+        print(f"The weights were not checked: {folder} holds no {format.FILE_NAME}.")
 
 
 def _as_json(

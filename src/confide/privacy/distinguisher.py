@@ -38,6 +38,8 @@ def epsilon_lower(
         adjacency: which data sets are neighbours. Under add-or-remove-one the pair tested is removal.
         interval: grid of the rounded loss; a coarser one is faster and less tight, never wrong.
 
+    At extreme losses (σ below 0.03) probabilities underflow and nothing is proven.
+
     Raises:
         PrivacyError: a query without noise (every ε is exceeded).
     """
@@ -88,11 +90,10 @@ def _best_threshold(
     # Suffix sums. Mass from outside the window wraps into it: that is taken off P, and only adds to Q.
     p_tail = np.cumsum(p[::-1])[::-1] - outside - p_error
     # Q of a set of sums ≥ t: weights e^−s fall with s, so partial-sum errors count with e^−t at most.
-    weights = np.exp(-(sums - sums[0]))
-    scaled = np.cumsum((np.maximum(tilted, 0.0) * weights)[::-1])[::-1]
-    log_q = np.log(scaled + 2 * tilted_error * weights) - sums[0] + log_mass
+    log_q = np.logaddexp.accumulate((np.log(np.maximum(tilted, 0.0)) - sums)[::-1])[::-1]
+    log_q = np.logaddexp(log_q, math.log(2 * tilted_error) - sums) + log_mass
     excess = p_tail - delta
-    useful = (excess > 0) & (sums - sums[0] < 600)  # beyond, the weights lose digits
+    useful = excess > 0
     if not useful.any():
         return 0.0
     return float(np.max(np.log(excess[useful]) - log_q[useful]))

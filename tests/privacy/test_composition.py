@@ -1,0 +1,286 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from confide.errors import PrivacyError
+from confide.privacy import statement as statements
+from confide.privacy.accountant import epsilon
+from confide.privacy.composition import (
+    check,
+    compose,
+    new_run,
+    per_dataset,
+    recompute,
+    training_statement,
+    worst_case,
+)
+from confide.privacy.events import Composed
+from confide.privacy.statement import Base, Statement
+from confide.privacy.streams import Clipping, ParameterGroup, Schedule, Stream
+
+BASE = Base(name="some-base", hash="0" * 64)
+
+
+def _statement(dataset: str = "a", sigma: float = 4.0, **options: Any) -> Statement:
+    schedule = Schedule(
+        (
+            Stream(
+                name="all",
+                groups=(ParameterGroup("encoder", ("w",), 1e-3, anchored=False),),
+                steps=options.pop("steps", 50),
+                draw="all",
+                sampling_rate=0.2,
+                clipping=Clipping("flat", 1.0),
+                noise_multiplier=sigma,
+                denominator=20.0,
+            ),
+        ),
+        options.pop("unit", "record"),
+        options.pop("adjacency", "add-or-remove-one"),
+    )
+    defaults: dict[str, Any] = {"delta": 1e-5, "units": 1000, "run": new_run(), "base": BASE}
+    return training_statement(schedule, dataset=dataset, steps_run={"all": 50}, **(defaults | options))
+
+
+def _merge(*inputs: Statement | None, disjoint: bool) -> Statement:
+    return compose(inputs, disjoint=disjoint, base=BASE)
+
+
+def _claimed(statement: Statement) -> float:
+    assert statement.claim is not None, statement.no_claim
+    return statement.claim.epsilon
+
+
+def _altered(statement: Statement, *path: str | int, to: Any) -> Statement:
+    """The statement with one value of its JSON replaced, as a forger would."""
+    values = statement.to_json()
+    place: Any = values
+    for part in path[:-1]:
+        place = place[part]
+    place[path[-1]] = to
+    return Statement.model_validate_json(json.dumps(values))
+
+
+def test_training_claims_what_its_schedule_costs() -> None:
+    statement = _statement()
+    schedule = statement.spendings[0].schedule
+    assert schedule is not None
+    assert statement.claim == epsilon(schedule.event(), 1e-5)
+    assert recompute(statement) == statement.claim
+    check(statement)
+    assert any("Hyper-parameters" in line for line in statement.assumptions)
+    assert any("final model" in line for line in statement.assumptions)
+
+
+def test_planned_steps_are_charged_whatever_ran() -> None:
+    short = _statement().model_copy(deep=True)
+    stopped = _altered(short, "spendings", 0, "steps_run", to={"all": 3})
+    check(stopped)
+    assert recompute(stopped) == short.claim
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    merged = _merge(_statement("a"), _statement("b", sigma=3.7312345678901234), disjoint=True)
+    (tmp_path / statements.FILE_NAME).write_text(json.dumps(merged.to_json()))
+    again = statements.read(tmp_path)
+    assert again == merged
+    check(again)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": "confide.statement/2"}'])
+def test_truncated_or_newer_statement(tmp_path: Path, text: str) -> None:
+    (tmp_path / statements.FILE_NAME).write_text(text)
+    with pytest.raises(PrivacyError, match="not a valid statement"):
+        statements.read(tmp_path)
+    with pytest.raises(PrivacyError, match="no privacy is claimed"):
+        statements.read(tmp_path / "nowhere")
+
+
+def test_no_noise_or_fixed_keys_claim_nothing() -> None:
+    plain = _statement(sigma=0.0, delta=None)
+    assert plain.claim is None
+    assert "no noise" in (plain.no_claim or "")
+    simulated = _statement(simulated=True)
+    assert simulated.claim is None
+    assert "simulation" in (simulated.no_claim or "")
+    for statement in (plain, simulated):
+        check(statement)
+        assert recompute(statement) is None
+        merged = _merge(statement, _statement("b"), disjoint=True)
+        assert merged.claim is None
+        assert "a" in (merged.no_claim or "")
+        check(merged)
+    with pytest.raises(PrivacyError, match="no delta"):
+        _statement(delta=None)
+    with pytest.raises(PrivacyError, match="were planned"):
+        _statement(steps=20)
+
+
+def test_disjoint_is_the_maximum_at_the_largest_delta() -> None:
+    cheap, dear = _statement("a", sigma=8.0, delta=1e-6), _statement("b", sigma=3.0, delta=1e-5)
+    merged = _merge(cheap, dear, disjoint=True)
+    assert merged.claim == dear.claim
+    assert merged.disjoint == "declared"
+    assert any("share no unit" in line for line in merged.assumptions)
+    swapped = _merge(_statement("a", sigma=3.0, delta=1e-6), _statement("b", sigma=8.0), disjoint=True)
+    assert swapped.claim is not None
+    assert swapped.claim.delta == 1e-5
+    assert swapped.claim.epsilon == pytest.approx(_claimed(dear), rel=1e-9)
+    assert set(per_dataset(swapped)) == {"a", "b"}
+    check(merged)
+
+
+def test_undeclared_data_sets_compose() -> None:
+    a, b = _statement("a"), _statement("b")
+    merged = _merge(a, b, disjoint=False)
+    events = [spending.event for spending in merged.spendings]
+    assert _claimed(merged) == pytest.approx(
+        epsilon(Composed(tuple(e for e in events if e)), 1e-5).epsilon, rel=1e-9
+    )
+    assert _claimed(merged) > 1.2 * _claimed(a)
+    declared = _merge(a, b, disjoint=True)
+    together = worst_case(declared)
+    assert together is not None
+    assert together.epsilon == pytest.approx(_claimed(merged))
+
+
+def test_two_runs_on_one_data_set_are_never_disjoint() -> None:
+    merged = _merge(_statement("a"), _statement("a"), disjoint=True)
+    assert _claimed(merged) == pytest.approx(
+        _claimed(_merge(_statement("a"), _statement("b"), disjoint=False)), rel=1e-9
+    )
+
+
+def test_one_run_counts_once_through_merges_of_merges() -> None:
+    a, b, c = _statement("a"), _statement("b"), _statement("c")
+    once = _merge(a, b, c, disjoint=False)
+    nested = _merge(_merge(a, b, disjoint=False), _merge(b, c, disjoint=False), a, disjoint=False)
+    assert len(nested.spendings) == 3
+    assert _claimed(nested) == pytest.approx(_claimed(once), rel=1e-9)
+    assert _claimed(_merge(a, a, disjoint=False)) == _claimed(a)
+    check(nested)
+
+
+def test_overlap_in_an_earlier_merge_stays_composed() -> None:
+    inner = _merge(_statement("a"), _statement("b"), disjoint=True)
+    outer = _merge(inner, _statement("c"), disjoint=False)
+    assert _claimed(outer) > 1.4 * _claimed(inner)
+
+
+def test_replaced_unit_may_touch_two_data_sets() -> None:
+    names = [
+        _statement(name, sigma=s, adjacency="replace-one") for name, s in (("a", 4), ("b", 4.8), ("c", 12))
+    ]
+    merged = _merge(*names, disjoint=True)
+    pair = _merge(*names[:2], disjoint=False)
+    assert _claimed(merged) == pytest.approx(_claimed(pair), rel=1e-9)
+    assert _claimed(merged) > _claimed(names[0])
+    check(merged)
+
+
+def test_mixed_adjacencies_are_priced_under_the_dearer() -> None:
+    usual, replaced = _statement("a"), _statement("b", adjacency="replace-one")
+    merged = _merge(usual, replaced, disjoint=False)
+    both = _merge(_statement("a", adjacency="replace-one"), replaced, disjoint=False)
+    assert _claimed(merged) == pytest.approx(_claimed(both), rel=1e-9)
+
+
+def test_mixed_units_have_no_common_claim() -> None:
+    merged = _merge(_statement("a"), _statement("b", unit="user"), disjoint=False)
+    assert merged.claim is None
+    assert "different units" in (merged.no_claim or "")
+    assert _merge(_statement("a"), _statement("b", unit="user"), disjoint=True).claim is not None
+    same = _merge(_statement("a"), _statement("a", unit="user"), disjoint=True)
+    assert same.claim is None
+
+
+def test_missing_statement_means_no_claim_for_good() -> None:
+    merged = _merge(_statement("a"), None, disjoint=True)
+    assert merged.claim is None
+    assert "input 2" in (merged.no_claim or "")
+    again = _merge(merged, _statement("b"), disjoint=True)
+    assert again.claim is None
+    assert again.assumptions == ()
+    with pytest.raises(PrivacyError, match="nothing"):
+        compose([], disjoint=True, base=BASE)
+
+
+def test_inputs_that_disagree_about_a_run() -> None:
+    honest = _statement("a")
+    other = _altered(honest, "spendings", 0, "units", to=2000)
+    with pytest.raises(PrivacyError, match="altered"):
+        _merge(honest, other, disjoint=True)
+
+
+def test_forgeries_are_refused() -> None:
+    honest = _statement("a")
+    event = ("spendings", 0, "event", "events", 0)
+    forgeries = {
+        "claim doesn't hold": _altered(honest, "claim", "epsilon", to=_claimed(honest) * 0.999),
+        "by RDP": _altered(honest, "claim", "epsilon_rdp", to=0.01),
+        "isn't what its schedule": _altered(honest, *event, "steps", to=5),
+        "differ from the schedule": _altered(honest, "spendings", 0, "unit", to="user"),
+        "claims nothing": _altered(
+            _altered(honest, "spendings", 0, "event", to=None), "spendings", 0, "no_claim", to="x"
+        ),
+        "doesn't say why": _altered(honest, "spendings", 0, "event", to=None),
+        "holds one spending": _altered(honest, "spendings", to=[]),
+        "no delta": _altered(honest, "spendings", 0, "delta", to=None),
+        "were planned": _altered(honest, "spendings", 0, "steps_run", to={"all": 51}),
+    }
+    for message, forged in forgeries.items():
+        with pytest.raises(PrivacyError, match=message):
+            check(forged)
+    merged = _merge(honest, _statement("b"), disjoint=False)
+    with pytest.raises(PrivacyError, match="claim doesn't hold"):
+        check(merged.model_copy(update={"claim": honest.claim}))
+    with pytest.raises(PrivacyError, match="twice"):
+        check(merged.model_copy(update={"spendings": merged.spendings * 2}))
+    with pytest.raises(PrivacyError, match="say why"):
+        check(merged.model_copy(update={"claim": None}))
+    smaller_delta = _altered(honest, "claim", "delta", to=1e-9)
+    with pytest.raises(PrivacyError, match="claim doesn't hold"):
+        check(smaller_delta)
+
+
+def test_negative_or_infinite_claims_are_no_statements() -> None:
+    for value in (-1.0, "Infinity"):
+        with pytest.raises(ValueError, match="epsilon"):
+            _altered(_statement(), "claim", "epsilon", to=value)
+
+
+def test_assumptions_name_what_was_read_and_a_weak_delta() -> None:
+    lines = " ".join(_statement(labels_from="file", delta=1e-3, unit="user").assumptions)
+    assert "read from its file" in lines
+    assert "random record" in lines
+    assert "column user" in lines
+
+
+@settings(max_examples=5, deadline=None)
+@given(order=st.permutations([("a", 4.0), ("b", 6.0), ("a", 8.0)]), disjoint=st.booleans())
+def test_order_of_inputs_is_irrelevant(order: list[tuple[str, float]], disjoint: bool) -> None:
+    first = _merge(*(_statement(*item) for item in [("a", 4.0), ("b", 6.0), ("a", 8.0)]), disjoint=disjoint)
+    other = _merge(*(_statement(*item) for item in order), disjoint=disjoint)
+    assert _claimed(other) == pytest.approx(_claimed(first), rel=1e-6)
+    assert _claimed(other) >= max(claim.epsilon for claim in per_dataset(other).values()) * (1 - 1e-9)
+
+
+def test_every_run_has_its_own_name() -> None:
+    assert len({new_run() for _ in range(100)}) == 100
+
+
+def test_private_schedule_round_trips_through_json(schedule: Callable[..., Schedule]) -> None:
+    spent = schedule(ascent="paired", ascent_radius=0.05, ascent_noise=2.0, noise_multiplier=0.1 + 0.2)
+    statement = training_statement(
+        spent, delta=1e-6, dataset="x", units=10, run="r", base=BASE, steps_run={"all": 1}
+    )
+    again = Statement.model_validate_json(json.dumps(statement.to_json()))
+    assert again.spendings[0].schedule == spent
+    check(again)
