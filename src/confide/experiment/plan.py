@@ -87,6 +87,9 @@ class Plan(BaseModel):
         _refuse_twins("seeds are", [str(seed) for seed in self.seeds])
         if "pretrained" in self.methods:
             raise ValueError("`pretrained` is a key of its own, beside `methods`")
+        operators = [merge.operator for merge in self.merges]
+        if len(set(operators)) != len(operators):
+            raise ValueError("an operator is listed twice under merges; a table has one row for each")
         if not self.methods and self.pretrained is None:
             raise ValueError("a study needs a method to train with: methods, or pretrained")
         for key in ("seed", "method"):

@@ -23,6 +23,7 @@ from confide.models.adapters import plain_state
 from confide.models.releases import load_release
 from confide.privacy.composition import compose, per_dataset
 from confide.privacy.statement import Claim, Statement
+from confide.report.findings import findings
 from confide.report.study import MethodFacts, Row, Study, TaskFacts
 from confide.tasks import registry
 from confide.tasks.evaluate import predict
@@ -92,8 +93,6 @@ def run(plan: Plan, out: Path, progress: Progress) -> Study:
         progress("merges scored", count, len(merges))
         rows.append(_merge_and_score(plan, out, base, prepared, seen, method, seed, operator))
     progress("merges scored", len(merges), len(merges))
-    from confide.report.findings import findings
-
     return Study(
         title=plan.title,
         base=plan.base,
@@ -227,8 +226,8 @@ def _claims(plan: Plan, seen: _Seen) -> tuple[str, ...]:
     lines = [
         f"Every model of {methods} is (ε, δ)-differentially private for adding or removing any one unit of "
         f"its task's training data, with ε at most {max(c.epsilon for c in claims.values()):.4g} and δ at "
-        f"most {max(c.delta for c in claims.values()):.3g}. The statement in each release says what a unit is, "
-        "and holds the events from which anybody can recompute this.",
+        f"most {max(c.delta for c in claims.values()):.3g}. The statement in each release says what a unit "
+        "is, and holds the events from which anybody can recompute this.",
         "A merge costs each unit what its own task's model cost: the tasks are declared to share no record, "
         "and this run found no text of one in another."
         if plan.disjoint

@@ -48,7 +48,7 @@ class MethodFacts:
         drift: ‖w − w₀‖ / ‖w₀‖ over the encoder, by task.
         noise_multiplier: σ of the descent query, by task; 0 without privacy.
         trained: number of encoder and head parameters that were trained, by task.
-        seconds: training time by task, without the frozen blocks.
+        seconds: wall time of training by task; the first method of a task also computes its frozen blocks.
     """
 
     method: str
