@@ -39,6 +39,7 @@ def epsilon(
     from confide.privacy import accountant
     from confide.privacy.distinguisher import epsilon_lower
     from confide.privacy.events import PoissonGaussian
+    from confide.privacy.words import round_up
 
     if queries < 1 or steps < 1:
         raise PrivacyError(f"--steps and --queries must be at least 1, not {steps} and {queries}")
@@ -49,8 +50,8 @@ def epsilon(
     if json:
         print_json(claim.model_dump() | {"epsilon_lower": lower})
         return
-    print(f"ε = {_up(claim.epsilon)} at δ = {small:.4g}   (upper bound: {claim.accountant})")
-    print(f"ε = {_up(claim.epsilon_rdp)} by RDP; certainly not below {lower:.5g}")
+    print(f"ε = {round_up(claim.epsilon)} at δ = {small:.4g}   (upper bound: {claim.accountant})")
+    print(f"ε = {round_up(claim.epsilon_rdp)} by RDP; certainly not below {lower:.5g}")
 
 
 @app.command("noise")
@@ -72,6 +73,7 @@ def noise(
     from confide.privacy import accountant, calibration
     from confide.privacy.events import PoissonGaussian
     from confide.privacy.streams import Budget
+    from confide.privacy.words import round_up
 
     if records < 1:
         raise ConfigError(f"--records must be at least 1, not {records}")
@@ -93,9 +95,9 @@ def noise(
         print_json({"noise_multiplier": sigma} | facts | claim.model_dump())
         return
     each = f" on each of {queries} queries per draw" if queries > 1 else ""
-    print(f"noise multiplier σ = {_up(sigma)}{each}, {draws} steps at sampling rate {rate:.4g}")
-    print(f"ε = {_up(claim.epsilon)} at δ = {budget.delta:.4g}   (upper bound: {claim.accountant})")
-    print(f"ε = {_up(claim.epsilon_rdp)} by RDP")
+    print(f"noise multiplier σ = {round_up(sigma)}{each}, {draws} steps at sampling rate {rate:.4g}")
+    print(f"ε = {round_up(claim.epsilon)} at δ = {budget.delta:.4g}   (upper bound: {claim.accountant})")
+    print(f"ε = {round_up(claim.epsilon_rdp)} by RDP")
 
 
 @app.command("show")
@@ -104,6 +106,7 @@ def show(
 ) -> None:
     """What a release claims, in words, recomputed from its events."""
     from confide.privacy import composition, statement, words
+    from confide.privacy.words import round_up
     from confide.release import format
     from confide.release.write import verify
 
@@ -120,16 +123,16 @@ def show(
     for line in words.describe(found):
         print(line)
     for dataset, claim in separate.items():
-        print(f"  {dataset} alone: ε = {_up(claim.epsilon)}")
+        print(f"  {dataset} alone: ε = {round_up(claim.epsilon)}")
     if together:
-        print(f"  if the data sets did share units: ε = {_up(together.epsilon)}")
+        print(f"  if the data sets did share units: ε = {round_up(together.epsilon)}")
     if found.assumptions:
         print("Assumptions:")
     for line in found.assumptions:
         print(f"- {line}")
     if honest and found.claim:
         print(
-            f"Recomputed from the events: ε = {_up(honest.epsilon)} ({honest.accountant}). The claim holds."
+            f"Recomputed from the events: ε = {round_up(honest.epsilon)} ({honest.accountant}). The claim holds."
         )
     if complete:
         print("The weights are the ones that the statement is about.")
@@ -174,10 +177,3 @@ def _steps(epochs: float | None, records: int, batch: float) -> int:
         raise ConfigError(f"--epochs must be a positive number, not {epochs}")
     # As decimals, as typed: 0.1 epochs is not a hair more than a tenth.
     return math.ceil(Fraction(str(epochs)) * records / Fraction(str(batch)))
-
-
-def _up(value: float) -> str:
-    """Five significant digits, rounded up: what is printed must not promise more than was computed."""
-    from decimal import ROUND_CEILING, Context, Decimal
-
-    return f"{Context(prec=5, rounding=ROUND_CEILING).create_decimal(Decimal(value)):f}"

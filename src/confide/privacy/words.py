@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from decimal import ROUND_CEILING, Context, Decimal
 from typing import Literal
 
 from confide.privacy.calibration import delta_warning
@@ -13,6 +14,12 @@ _NEIGHBOURS: dict[Adjacency, str] = {
     "add-or-remove-one": "adding or removing",
     "replace-one": "replacing",
 }
+
+
+def round_up(value: float, digits: int = 5) -> str:
+    """Significant digits, rounded up: what is printed must not promise more than was computed."""
+    rounded = Context(prec=digits, rounding=ROUND_CEILING).create_decimal(Decimal(value))
+    return f"{float(rounded):.{digits}g}"
 
 
 def assumptions(
@@ -63,9 +70,9 @@ def describe(statement: Statement) -> tuple[str, ...]:
         names = {spending.unit for spending in statement.spendings}
         unit = "record" if names == {"record"} else "unit"
         lines.append(
-            f"The weights are (ε = {claim.epsilon:.4g}, δ = {claim.delta:.3g})-differentially private for "
+            f"The weights are (ε = {round_up(claim.epsilon)}, δ = {round_up(claim.delta, 3)})-differentially private for "
             f"{' or '.join(change)} any one {unit} of {_list(datasets)}. The bound is {claim.accountant}; by "
-            f"RDP it is ε = {claim.epsilon_rdp:.4g}."
+            f"RDP it is ε = {round_up(claim.epsilon_rdp)}."
         )
         if statement.disjoint and len(datasets) > 1:
             lines.append(
