@@ -83,7 +83,7 @@ class Tail(nn.Module):
         mask = attention_mask[:, None, None, :]
         for index, block in enumerate(self.blocks):
             last = index == len(self.blocks) - 1
-            hidden = _block(block, hidden, mask, queries=1 if last else hidden.shape[1])
+            hidden = _first_token(block, hidden, mask) if last else _block(block, hidden, mask)
         return self.head(self.pooler(hidden))  # type: ignore[no-any-return]
 
 
@@ -123,14 +123,15 @@ def features(
             state = inputs["hidden"] if "hidden" in inputs else bert.embeddings(input_ids=inputs["input_ids"])
             for index, block in enumerate(frozen):
                 last = only_first and index == len(frozen) - 1
-                state = _block(block, state, mask, queries=1 if last else state.shape[1])
+                state = _first_token(block, state, mask) if last else _block(block, state, mask)
             for row, output in zip(rows, state, strict=True):
                 hidden[offsets[row] : offsets[row + 1]] = output[: kept[row]]
             progress(len(rows))
     return Features(hidden, offsets)
 
 
-def _block(block: Any, hidden: Tensor, mask: Tensor, *, queries: int) -> Tensor:
+def _block(block: Any, hidden: Tensor, mask: Tensor, queries: int | None = None) -> Tensor:
+    """The block's output for the first `queries` tokens, or for all."""
     attention = block.attention.self
     asked = hidden[:, :queries]
 
@@ -140,5 +141,31 @@ def _block(block: Any, hidden: Tensor, mask: Tensor, *, queries: int) -> Tensor:
     context = functional.scaled_dot_product_attention(
         heads(attention.query(asked)), heads(attention.key(hidden)), heads(attention.value(hidden)), mask
     )
-    attended = block.attention.output(context.transpose(1, 2).flatten(2), asked)
+    return _above_attention(block, context.transpose(1, 2).flatten(2), asked)
+
+
+def _first_token(block: Any, hidden: Tensor, mask: Tensor) -> Tensor:
+    """(rows, 1, width): what the block makes of the first token.
+
+    One query per row lets the projections of keys and values move out of the sum over tokens: a head's score
+    of a token is (W_kᵀq)·h up to a constant that the softmax cancels, and its value is W_v Σ αh + b_v, since
+    Σ α = 1. Only where the key's projection isn't trained; a rule of the engine must see it called otherwise.
+    """
+    attention = block.attention.self
+    key = attention.key
+    if type(key) is not nn.Linear or key.weight.requires_grad:
+        return _block(block, hidden, mask, queries=1)
+    asked = hidden[:, :1]
+    query = attention.query(asked).view(len(hidden), attention.num_attention_heads, -1)
+    into = torch.einsum("bhd,hdw->bhw", query, key.weight.view(*query.shape[1:], -1))
+    scores = (into @ hidden.transpose(1, 2)) * attention.scaling
+    weights = scores.masked_fill(~mask[:, 0], -torch.inf).softmax(-1)
+    # Every head's mean is projected whole, and the head's own part of the result kept.
+    values = attention.value(weights @ hidden).view(*query.shape[:2], *query.shape[1:])
+    context = values.diagonal(dim1=1, dim2=2).transpose(1, 2)
+    return _above_attention(block, context.flatten(1)[:, None], asked)
+
+
+def _above_attention(block: Any, context: Tensor, hidden: Tensor) -> Tensor:
+    attended = block.attention.output(context, hidden)
     return block.output(block.intermediate(attended), attended)  # type: ignore[no-any-return]
