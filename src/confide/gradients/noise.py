@@ -18,6 +18,7 @@ from confide.gradients.normals import Floats, Words
 
 _BLOCK = 1 << 15  # normals at a time: what fits the processor's second-level cache
 _SPAN = 1 << 20  # normals per task of a thread
+_SMALLEST = 1e-30
 
 
 def add_noise(sums: Mapping[str, Tensor], std: float, stream: KeyStream) -> dict[str, Tensor]:
@@ -36,10 +37,12 @@ def add_noise(sums: Mapping[str, Tensor], std: float, stream: KeyStream) -> dict
         The noisy sums: the same tensors.
 
     Raises:
-        PrivacyError: a standard deviation that is negative or not finite.
+        PrivacyError: a standard deviation that is negative, not finite, or so small that float32 loses it.
     """
-    if not (math.isfinite(std) and std >= 0):
-        raise PrivacyError(f"the noise's standard deviation must be finite and not negative, not {std}")
+    if not (math.isfinite(std) and (std == 0 or std >= _SMALLEST)):
+        raise PrivacyError(
+            f"the noise's standard deviation must be 0 or from {_SMALLEST} to 1e308, not {std}"
+        )
     if std > 0:
         local = {name: value.detach().to("cpu").contiguous() for name, value in sums.items()}
         _add(_Vector([value.view(-1).numpy() for value in local.values()]), std, stream)
