@@ -131,9 +131,8 @@ def show(
     for line in found.assumptions:
         print(f"- {line}")
     if honest and found.claim:
-        print(
-            f"Recomputed from the events: ε = {round_up(honest.epsilon)} ({honest.accountant}). The claim holds."
-        )
+        print(f"Recomputed from the events: ε = {round_up(honest.epsilon)} ({honest.accountant}).")
+        print("The claim holds.")
     if complete:
         print("The weights are the ones that the statement is about.")
     else:

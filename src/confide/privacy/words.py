@@ -69,8 +69,9 @@ def describe(statement: Statement) -> tuple[str, ...]:
         change = sorted({_NEIGHBOURS[spending.adjacency] for spending in statement.spendings})
         names = {spending.unit for spending in statement.spendings}
         unit = "record" if names == {"record"} else "unit"
+        budget = f"ε = {round_up(claim.epsilon)}, δ = {round_up(claim.delta, 3)}"
         lines.append(
-            f"The weights are (ε = {round_up(claim.epsilon)}, δ = {round_up(claim.delta, 3)})-differentially private for "
+            f"The weights are ({budget})-differentially private for "
             f"{' or '.join(change)} any one {unit} of {_list(datasets)}. The bound is {claim.accountant}; by "
             f"RDP it is ε = {round_up(claim.epsilon_rdp)}."
         )
