@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from confide.tasks.records import Records, TaskData
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -98,3 +100,17 @@ def write_csv(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture(scope="session")
+def make_task(sentences: Callable[[int, int], list[tuple[str, str]]]) -> Callable[..., TaskData]:
+    """A task of made-up reviews whose label follows from one word; each seed has its own records."""
+
+    def make(name: str = "reviews", train: int = 60, test: int = 20, seed: int = 1) -> TaskData:
+        rows = sentences(train + test, seed)
+        labels = [("neg", "pos").index(label) for _, label in rows]
+        texts = [text for text, _ in rows]
+        parts = (Records.of(texts[:train], labels[:train]), Records.of(texts[train:], labels[train:]))
+        return TaskData(name, ("neg", "pos"), "declared", "accuracy", *parts, "made up for tests")
+
+    return make

@@ -51,7 +51,9 @@ class PublicBase:
     def of(cls, name: str) -> PublicBase:
         """Resolve a folder, `package:NAME` or hub id, and hash its encoder."""
         folder = resolve(name)
-        return cls(folder, Base(name=name, hash=base_hash(folder)))
+        # A release tells the world the model's name, not where it lies on its owner's machine.
+        public = folder.resolve().name if Path(name).expanduser().is_dir() else name
+        return cls(folder, Base(name=public, hash=base_hash(folder)))
 
 
 @dataclass(frozen=True)
