@@ -63,7 +63,8 @@ def write_text(path: Path, text: str) -> None:
     except OSError as error:
         raise ReleaseError(f"can't write {path}: {error.strerror or error}") from error
     finally:
-        side.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            side.unlink()
 
 
 def write_json(path: Path, value: Any) -> None:
