@@ -39,7 +39,7 @@ def test_normalised_is_auto_s_and_stays_below_the_bound(norm: float, bound: floa
 def test_non_finite_norms_give_exactly_zero(rule: str, square: float) -> None:
     squares, slack = torch.tensor([square, 1.0]).double(), torch.zeros(2, dtype=torch.float64)
     factors = clip_factors(squares, slack, Clipping(rule, 1.0), torch.float32)  # type: ignore[arg-type]
-    expected_zero = not (square == -math.inf)
+    expected_zero = square != -math.inf
     assert (factors[0] == 0) == expected_zero
     assert factors[1] > 0
 

@@ -10,12 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
-from torch.nn import functional
-
-from confide.errors import ModelError
-from confide.gradients.engine import Engine
-from confide.privacy.streams import Clipping
 from tests.gradients.conftest import (
     bert_losses,
     difference,
@@ -24,6 +18,12 @@ from tests.gradients.conftest import (
     tiny_batch,
     tiny_bert,
 )
+from torch import Tensor, nn
+from torch.nn import functional
+
+from confide.errors import ModelError
+from confide.gradients.engine import Engine
+from confide.privacy.streams import Clipping
 
 FLAT = Clipping("flat", 1.0)
 
@@ -199,7 +199,7 @@ def test_a_weight_used_beside_its_module_is_refused_by_name() -> None:
             return functional.linear(self.second(self.first(x)), self.first.weight)
 
     model = Beside()
-    with pytest.raises(ModelError, match="'first.weight' is used outside"):
+    with pytest.raises(ModelError, match=r"'first\.weight' is used outside"):
         add(engine_of(model), model, torch.randn(2, 3), rows=2)
 
 
@@ -262,9 +262,10 @@ def test_wrong_use_is_explained() -> None:
         losses = model(x)[:, 0]
         with pytest.raises(ModelError, match="not by backward"):
             losses.sum().backward()
-    with engine, pytest.raises(ModelError, match="don't depend"):
+    with engine:
         model(x)
-        engine.add(torch.zeros(2), torch.arange(2), 2, FLAT)
+        with pytest.raises(ModelError, match="don't depend"):
+            engine.add(torch.zeros(2), torch.arange(2), 2, FLAT)
     with engine, pytest.raises(ModelError, match="engine's own model"):
         engine.add(nn.Linear(3, 1)(x)[:, 0], torch.arange(2), 2, FLAT)
     with engine, pytest.raises(ModelError, match="requires gradients"):
@@ -287,7 +288,7 @@ def test_flags_come_back_after_an_error() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight.requires_grad_(False)
     engine = Engine(model, {"w": model[0].weight})
-    with pytest.raises(RuntimeError, match="mat1 and mat2|size"), engine:
+    with pytest.raises(RuntimeError, match=r"mat1 and mat2"), engine:
         model(torch.randn(2, 4))
     assert [p.requires_grad for p in model.parameters()] == [True, True, False, True]
     with engine:

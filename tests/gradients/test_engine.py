@@ -6,10 +6,6 @@ import math
 
 import pytest
 import torch
-from torch import Tensor, nn
-
-from confide.gradients.engine import Engine
-from confide.privacy.streams import Clipping
 from tests.gradients.conftest import (
     LABELS,
     bert_losses,
@@ -18,6 +14,10 @@ from tests.gradients.conftest import (
     norm_of,
     reference_gradients,
 )
+from torch import Tensor, nn
+
+from confide.gradients.engine import Engine
+from confide.privacy.streams import Clipping
 
 UNCLIPPED = Clipping("flat", 1e9)
 
