@@ -1,0 +1,375 @@
+"""`confide train`: a release that plain transformers reads, and refusals that leave nothing behind."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, GPT2Config
+
+import confide as library
+from confide.errors import ConfigError
+from confide.finetune import run as finetune_run
+from confide.privacy.composition import check
+from confide.privacy.statement import read as read_statement
+from confide.release.write import provenance, verify
+
+from .conftest import QUICK, Answer, WriteCsv, listing
+
+Train = Callable[..., Answer]
+Sentences = Callable[[int, int], list[tuple[str, str]]]
+
+
+def test_a_release(train: Train, reviews: Path, tmp_path: Path) -> None:
+    answer = train(reviews, "--labels", "neg,pos", "--epsilon", 3)
+    assert answer.code == 0, answer.err
+    assert {path.name for path in tmp_path.iterdir()} == {"reviews.csv", "run"}
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"release", "private", "report"}
+    release = tmp_path / "run" / "release"
+    statement = verify(release)
+    check(statement)
+    assert statement.claim is not None
+    assert 2.9 < statement.claim.epsilon <= 3
+    (spending,) = statement.spendings
+    assert (spending.dataset, spending.units) == ("reviews-2026", 64)
+    assert "not noised" in answer.out
+    results = json.loads((tmp_path / "run" / "report" / "results.json").read_text())
+    assert results["epsilon"] == statement.claim.epsilon
+    assert results["release"] == str(release)
+
+    texts = ["the film was fine", "a very dull plot here"]
+    plain = AutoModelForSequenceClassification.from_pretrained(release)
+    tokens = AutoTokenizer.from_pretrained(release)(texts, padding=True, return_tensors="pt")
+    with torch.inference_mode():
+        theirs = plain(**tokens).logits.numpy()
+    np.testing.assert_allclose(library.load(release).logits(texts), theirs, rtol=1e-5, atol=1e-5)
+    assert plain.config.id2label == {0: "neg", 1: "pos"}
+
+
+def test_json(train: Train, reviews: Path, tmp_path: Path) -> None:
+    answer = train(reviews, "--json", "--method", "dp-adamw", "--task", "stars", "--metric", "macro-f1")
+    found = answer.json()
+    assert found["release"] == str(tmp_path / "run" / "release")
+    assert (found["method"], found["metric"], found["dataset"]) == ("dp-adamw", "macro-f1", "reviews-2026")
+    assert 0 <= found["score"] <= 1
+    assert found["score_is_private"] is False
+    assert found["epsilon"] <= 4
+    head = json.loads((tmp_path / "run" / "release" / "confide.json").read_text())["heads"][0]
+    assert (head["task"], head["labels_from"], head["metric"]) == ("stars", "file", "macro-f1")
+
+
+@pytest.mark.parametrize(
+    ("option", "reason"), [(("--method", "non-private"), "no noise"), (("--simulate", 3), "simulation")]
+)
+def test_no_claim(train: Train, reviews: Path, option: tuple[object, ...], reason: str) -> None:
+    found = train(reviews, "--json", *option).json()
+    assert found["epsilon"] is None
+    assert reason in found["no_claim"]
+
+
+def test_simulations_repeat(train: Train, reviews: Path, tmp_path: Path) -> None:
+    for out in ("one", "two"):
+        assert train(reviews, "--simulate", 3, out=out).code == 0
+    one, two = ((tmp_path / out / "release" / "model.safetensors").read_bytes() for out in ("one", "two"))
+    assert one == two
+
+
+def test_a_dry_run_spends_nothing(train: Train, reviews: Path, tmp_path: Path) -> None:
+    plan = train(reviews, "--dry-run", "--json").json()
+    assert (plan["units"], plan["steps"], plan["expected_batch"]) == (64, 2, 16.0)
+    assert plan["sampling_rate"] == 0.25
+    assert plan["epsilon"] <= 4
+    assert plan["trained_parameters"] == 2 * 2 * 32 + 2 * 32 + 2  # B of query and value, and the head
+    assert "nothing has been" in " ".join(train(reviews, "--dry-run").out.split())
+    assert not (tmp_path / "run").exists()
+    assert train(reviews, "--dry-run", "--json", "--method", "non-private").json()["epsilon"] is None
+
+
+def test_units(train: Train, write_csv: WriteCsv, sentences: Sentences, tmp_path: Path) -> None:
+    rows = [(text, label, f"user{number // 4}") for number, (text, label) in enumerate(sentences(160, 1))]
+    data = write_csv("users.csv", rows, ("text", "label", "user"))
+    answer = train(data, "--unit", "user", "--expected-batch", 8, "--rows-per-unit", 3)
+    assert answer.code == 0, answer.err
+    (spending,) = read_statement(tmp_path / "run" / "release").spendings
+    assert spending.schedule is not None
+    (stream,) = spending.schedule.streams
+    # 40 users, 8 of them for the test.
+    assert (spending.unit, spending.units) == ("user", 32)
+    assert (stream.sampling_rate, stream.denominator) == (0.25, 8.0)
+    task = library.read_task(data, text="text", label="label", unit="user")
+    owner = {text: user for text, _, user in rows}
+    sides = [{owner[text] for text in part.texts} for part in (task.train, task.test)]
+    assert not sides[0] & sides[1]
+    assert [len(side) for side in sides] == [32, 8]
+
+
+# Bad input: one message, exit code 2, and nothing half-written.
+
+
+def broken(rows: list[tuple[str, str]], place: int, text: str | None = None, label: str | None = None) -> Any:
+    changed = list(rows)
+    old = changed[place]
+    changed[place] = (old[0] if text is None else text, old[1] if label is None else label)
+    return changed
+
+
+BAD_FILES: dict[str, tuple[Callable[[Any], Any], tuple[object, ...], str]] = {
+    "missing column": (lambda rows: rows, ("--text", "review"), "review"),
+    "empty file": (lambda rows: [], (), "no record|empty"),
+    "one class": (lambda rows: [(text, "pos") for text, _ in rows], (), "'pos'.*at least 2 classes"),
+    "undeclared label": (
+        lambda rows: broken(rows, 5, label="so-so"),
+        ("--labels", "neg,pos"),
+        "row 6: label 'so-so'",
+    ),
+    "NaN label": (lambda rows: broken(rows, 5, label="nan"), (), "row 6"),
+    "no label": (lambda rows: broken(rows, 5, label=""), (), "row 6"),
+    "empty text": (lambda rows: broken(rows, 7, text="  "), (), "row 8: an empty text"),
+    "one declared label": (lambda rows: rows, ("--labels", "pos"), "at least 2"),
+    "two few records": (lambda rows: rows[:2], (), "too few|at least 2|training"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_bad_file(train: Train, write_csv: WriteCsv, sentences: Sentences, tmp_path: Path, case: str) -> None:
+    change, options, expected = BAD_FILES[case]
+    data = write_csv("bad.csv", change(sentences(80, 1)))
+    message = train(data, *options).message()
+    assert re.search(expected, message), message
+    assert listing(tmp_path) == {"bad.csv"}
+
+
+BAD_OPTIONS: dict[str, tuple[tuple[object, ...], str]] = {
+    "epsilon 0": (("--epsilon", 0), "--epsilon: .*greater than 0"),
+    "epsilon -1": (("--epsilon", -1), "--epsilon: .*greater than 0"),
+    "epsilon nan": (("--epsilon", "nan"), "--epsilon"),
+    "delta 1": (("--delta", 1), "--delta: .*between 0 and 1"),
+    "delta 0": (("--delta", 0), "--delta: .*between 0 and 1"),
+    "delta word": (("--delta", "tiny"), "--delta: .*not tiny"),
+    "batch beyond the records": (("--expected-batch", 65), "expected_batch is 65, but there are only 64"),
+    "batch 0": (("--expected-batch", 0), "--expected-batch"),
+    "steps 0": (("--steps", 0), "--steps"),
+    "rank 0": (("--rank", 0), "--rank: "),
+    "blocks": (("--blocks", 4), "blocks is 4, but the base has 3"),
+    "rate": (("--learning-rate", "inf"), "--learning-rate: .*finite"),
+    "clipping": (("--clipping-bound", 0), "--clipping-bound"),
+    "test size": (("--test-size", 1), "test size"),
+    "unit column": (("--unit", "user"), "user"),
+    "task name": (("--task", "my task"), "'my task' can't name a folder"),
+    "no such base": (("--base", "/no/such/base"), "no such folder"),
+    "hub base offline": (("--base", "someone/no-such-model"), "not on the Hugging Face hub"),
+    "no such file": (("--data", "missing.csv"), "missing.csv"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_OPTIONS)
+def test_bad_option(train: Train, reviews: Path, tmp_path: Path, case: str) -> None:
+    options, expected = BAD_OPTIONS[case]
+    message = train(reviews, *options).message()
+    assert re.search(expected, message), message
+    assert listing(tmp_path) == {"reviews.csv"}
+
+
+def test_a_decoder_is_no_base(train: Train, reviews: Path, tiny_base: Path, tmp_path: Path) -> None:
+    from transformers import GPT2LMHeadModel
+
+    folder = tmp_path / "gpt"
+    config = GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=1, n_positions=8)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    for file in tiny_base.glob("token*"):
+        shutil.copy(file, folder)
+    message = train(reviews, "--base", folder).message()
+    assert "gpt2" in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_existing_folder_is_left_alone(train: Train, reviews: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "mine.txt").write_text("mine")
+    assert "exists already" in train(reviews).message()
+    assert listing(tmp_path) == {"reviews.csv", "run", "run/mine.txt"}
+
+
+def test_debug_shows_where(confide: Callable[..., Answer], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--epsilon"):
+        confide(
+            "--debug", "train", "--base", "x", "--data", "x", "--dataset", "x",
+            "--out", tmp_path / "run", "--epsilon", 0,
+        )  # fmt: skip
+
+
+# Ctrl-C and full disks: no release appears, and nothing else either.
+
+
+@pytest.mark.parametrize("place", ["train", "training_statement", "write_release", "write_tensors"])
+def test_ctrl_c_inside(
+    train: Train, reviews: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(finetune_run, place, interrupted)
+    answer = train(reviews)
+    assert answer.code == 130
+    assert "Traceback" not in answer.err
+    assert answer.err.strip().splitlines()[-1] == "confide: interrupted; nothing was released"
+    assert listing(tmp_path) == {"reviews.csv"}
+
+
+@pytest.mark.parametrize("place", ["keep_private", "info"])
+def test_ctrl_c_between_the_parts(
+    train: Train, reviews: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(finetune_run.FineTuned, place, interrupted)
+    assert train(reviews).code == 130
+    assert listing(tmp_path) == {"reviews.csv"}
+
+
+@pytest.mark.parametrize("place", ["write_tensors", "files.write_text"])
+def test_full_disk(
+    train: Train, reviews: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(f"confide.finetune.run.{place}", full)
+    assert "No space left on device" in train(reviews).message()
+    assert listing(tmp_path) == {"reviews.csv"}
+
+
+def command(base: Path, data: Path, out: Path, *arguments: object) -> list[str]:
+    given = ("train", "--base", base, "--data", data, "--out", out, "--dataset", "d", *QUICK, *arguments)
+    return [sys.executable, "-m", "confide.cli.main", *map(str, given)]
+
+
+def test_a_disk_that_really_fills_up(reviews: Path, tiny_base: Path, tmp_path: Path) -> None:
+    """No file may grow beyond a limit that the weights don't fit."""
+    import resource
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60 * 1024, 60 * 1024))
+
+    found = subprocess.run(
+        command(tiny_base, reviews, tmp_path / "run", "--method", "non-private"),
+        capture_output=True, text=True, check=False, preexec_fn=limit,
+    )  # fmt: skip
+    assert found.returncode == 2, found.stderr
+    assert "Traceback" not in found.stderr
+    assert f"confide: can't write {tmp_path}" in found.stderr
+    assert "File too large" in found.stderr
+    assert listing(tmp_path) == {"reviews.csv"}
+
+
+def test_sigint(reviews: Path, tiny_base: Path, tmp_path: Path) -> None:
+    """A run of very many steps is stopped at a random moment while it trains."""
+    endless = ("--method", "non-private", "--steps", 10**6)
+    process = subprocess.Popen(
+        command(tiny_base, reviews, tmp_path / "run", *endless),
+        stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "FORCE_COLOR": "1", "COLUMNS": "200"},
+    )  # fmt: skip
+    try:
+        assert process.stderr is not None
+        seen = ""
+        while "non-private" not in seen:  # the progress bar says that training began
+            letter = process.stderr.read(1)
+            assert letter, f"it ended before it was interrupted: {seen}"
+            seen += letter
+        time.sleep(random.uniform(0, 0.5))
+        process.send_signal(signal.SIGINT)
+        _, rest = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "Traceback" not in rest
+    assert "interrupted; nothing was released" in rest
+    assert listing(tmp_path) == {"reviews.csv"}
+
+
+# Where everything in a real release comes from.
+
+
+def differences(one: Any, two: Any, path: str = "") -> set[str]:
+    if isinstance(one, dict) and isinstance(two, dict) and set(one) == set(two):
+        return {found for key in one for found in differences(one[key], two[key], f"{path}/{key}")}
+    if isinstance(one, list) and isinstance(two, list) and len(one) == len(two):
+        return {
+            found
+            for n, pair in enumerate(zip(one, two, strict=True))
+            for found in differences(*pair, f"{path}/{n}")
+        }
+    return set() if one == two else {path}
+
+
+def test_two_runs_on_different_records_differ_in_nothing_but_the_weights(
+    train: Train, write_csv: WriteCsv, sentences: Sentences, tmp_path: Path
+) -> None:
+    """Same n, labels and settings; other texts, other balance of the labels, other files."""
+    first = sentences(80, 1)
+    second = [(text + " and very quite here", label) for text, label in sentences(110, 7) if label == "pos"][
+        :52
+    ]
+    second += [(text, label) for text, label in sentences(110, 8) if label == "neg"][:28]
+    for name, rows in (("one", first), ("two", second)):
+        folder = tmp_path / f"owner-{name}"
+        folder.mkdir()
+        data = write_csv(f"owner-{name}/{name}.csv", rows)
+        answer = train(data, "--labels", "neg,pos", out=f"owner-{name}/run")
+        assert answer.code == 0, answer.err
+    one, two = (tmp_path / f"owner-{name}" / "run" / "release" for name in ("one", "two"))
+    assert listing(one) == listing(two)
+    for name in sorted(listing(one)):
+        assert provenance(name), name
+        ours, theirs = (one / name).read_bytes(), (two / name).read_bytes()
+        if name == "model.safetensors":
+            headers = []
+            for content in (ours, theirs):
+                (length,) = struct.unpack("<Q", content[:8])
+                headers.append(content[: 8 + length])
+            assert headers[0] == headers[1]
+            assert len(ours) == len(theirs)
+        elif name == "statement.json":
+            changed = differences(json.loads(ours), json.loads(theirs))
+            assert changed == {"/weights/model.safetensors", "/spendings/0/run"}
+        elif name == "README.md":
+            run_one, run_two = (read_statement(folder).spendings[0].run for folder in (one, two))
+            assert ours.decode().replace(run_one, run_two) == theirs.decode()
+        else:
+            assert ours == theirs, f"{name} depends on the records"
+
+
+def test_only_trained_weights_depend_on_the_records(
+    train: Train, reviews: Path, tiny_base: Path, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file
+
+    assert train(reviews).code == 0
+    released = load_file(tmp_path / "run" / "release" / "model.safetensors")
+    base = load_file(tiny_base / "model.safetensors")
+    changed = {name for name, value in base.items() if not torch.equal(released[f"bert.{name}"], value)}
+    assert changed == {f"encoder.layer.2.attention.self.{name}.weight" for name in ("query", "value")}
+    with open(reviews, encoding="utf-8") as file:
+        texts = [row["text"] for row in csv.DictReader(file)]
+    for path in (tmp_path / "run" / "release").rglob("*"):
+        content = path.read_bytes()
+        assert not any(text.encode() in content for text in texts)
+        assert str(tmp_path).encode() not in content
