@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from confide.errors import ModelError
 from confide.gradients.clipping import clip_factors
-from confide.gradients.parts import Part, Rows, Sums, total
+from confide.gradients.parts import Factors, Part, Rows, Sums, total
 from confide.gradients.rules import RULES, obstacle
 from confide.privacy.streams import Clipping
 
@@ -147,7 +147,7 @@ class Engine:
     def _clip(self, rows: Rows, clipping: Clipping) -> Tensor:
         squares, slack = total(self._parts, rows)
         dtype = torch.promote_types(next(iter(self._parameters.values())).dtype, torch.float32)
-        factors = clip_factors(squares, slack, clipping, dtype) * rows.share
+        factors = Factors(clip_factors(squares, slack, clipping, dtype) * rows.share)
         while self._parts:
             self._parts.pop().add_to(self._sums, factors, rows)
         return squares.clamp(min=0).sqrt()

@@ -99,6 +99,33 @@ class Sums:
         }
 
 
+class Factors:
+    """By how much each unit's gradient is scaled on its way into the sum.
+
+    Attributes:
+        dropped: (units,) bool, units that add exactly nothing; None where there are none.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self._values = values
+        dropped = values == 0
+        self.dropped = dropped if bool(dropped.any()) else None
+        self._rounded: dict[torch.dtype, Tensor] = {}
+
+    def rounded(self, dtype: torch.dtype) -> Tensor:
+        """(units,) in `dtype`, never more than the exact factors."""
+        if dtype not in self._rounded:
+            self._rounded[dtype] = round_down(self._values, dtype)
+        return self._rounded[dtype]
+
+    def kept(self, values: Tensor, unit: Tensor | None = None) -> Tensor:
+        """`values` (units, …), or of the units `unit` (k, …), with dropped units' exactly 0, NaN included."""
+        if self.dropped is None:
+            return values
+        dropped = self.dropped if unit is None else self.dropped[unit]
+        return values.masked_fill(dropped.view(-1, *[1] * (values.ndim - 1)), 0)
+
+
 class Part(Protocol):
     """One parameter's share of every unit's gradient (the sum over the unit's rows).
 
@@ -111,14 +138,8 @@ class Part(Protocol):
     squares: Tensor
     slack: Tensor | None
 
-    def add_to(self, sums: Sums, factors: Tensor, rows: Rows) -> None:
-        """Add Σ factor·gradient; a unit whose factor is 0 adds exactly nothing.
-
-        Args:
-            sums: the running sums.
-            factors: (units,) float64.
-            rows: row → unit.
-        """
+    def add_to(self, sums: Sums, factors: Factors, rows: Rows) -> None:
+        """Add Σ factor·gradient to the running sums."""
 
 
 @dataclass
@@ -132,9 +153,9 @@ class PerUnit:
     def __post_init__(self) -> None:
         self.squares = self.values.flatten(1).to(torch.float64).square().sum(1)
 
-    def add_to(self, sums: Sums, factors: Tensor, rows: Rows) -> None:
-        flat = without(self.values.flatten(1), factors == 0)
-        sums.add(self.name, torch.mv(flat.T, round_down(factors, flat.dtype)))
+    def add_to(self, sums: Sums, factors: Factors, rows: Rows) -> None:
+        flat = factors.kept(self.values.flatten(1))
+        sums.add(self.name, torch.mv(flat.T, factors.rounded(flat.dtype)))
 
 
 @dataclass
@@ -152,10 +173,9 @@ class AtIndex:
         squares = self.values.to(torch.float64).square().sum(1)
         self.squares = squares.new_zeros(self.units).index_add_(0, self.unit, squares)
 
-    def add_to(self, sums: Sums, factors: Tensor, rows: Rows) -> None:
-        factor = factors[self.unit]
-        values = without(self.values, factor == 0)
-        sums.add_at(self.name, self.index, values * round_down(factor, values.dtype)[:, None])
+    def add_to(self, sums: Sums, factors: Factors, rows: Rows) -> None:
+        values = factors.kept(self.values, self.unit)
+        sums.add_at(self.name, self.index, values * factors.rounded(values.dtype)[self.unit, None])
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
@@ -166,13 +186,6 @@ def _same(x: Tensor, y: Tensor) -> bool:
         and x.dtype == y.dtype
         and x._version == y._version
     )
-
-
-def without(values: Tensor, dropped: Tensor) -> Tensor:
-    """`values` with the dropped first indices exactly 0, NaN and infinity included."""
-    if not bool(dropped.any()):
-        return values
-    return values.masked_fill(dropped.view(-1, *[1] * (values.ndim - 1)), 0)
 
 
 def total(parts: Iterable[Part], rows: Rows) -> tuple[Tensor, Tensor]:

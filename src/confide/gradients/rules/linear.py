@@ -7,9 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from confide.gradients.clipping import round_down
 from confide.gradients.gram import Gram, overflow, squared_norms
-from confide.gradients.parts import Part, PerUnit, Rows, Sums, without
+from confide.gradients.parts import Factors, Part, PerUnit, Rows, Sums
 
 
 def parts(module: nn.Linear, names: Mapping[str, str], a: Tensor, g: Tensor, rows: Rows) -> list[Part]:
@@ -56,10 +55,9 @@ class _Product:
         else:
             self.squares, self.slack = squared_norms(Gram.of(rows.joined(a)), Gram.of(rows.joined(g)))
 
-    def add_to(self, sums: Sums, factors: Tensor, rows: Rows) -> None:
-        factor = factors[rows.unit]
-        a, g = without(self._a, factor == 0), without(self._g, factor == 0)
-        scale = round_down(factor, g.dtype)[:, None, None]
+    def add_to(self, sums: Sums, factors: Factors, rows: Rows) -> None:
+        a, g = factors.kept(self._a, rows.unit), factors.kept(self._g, rows.unit)
+        scale = factors.rounded(g.dtype)[rows.unit, None, None]
         if a.shape[2] < g.shape[2]:
             a = a * scale
         else:
