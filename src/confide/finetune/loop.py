@@ -105,18 +105,20 @@ class _StreamRunner:
         """Anchor, then the optimizer; everything here is post-processing."""
         stream = self.stream
         rate = 1 - step / stream.steps if stream.decay == "linear" else 1.0
-        anchored = tuple(name for group in stream.groups if group.anchored for name in group.parameters)
-        pull = self.binding.anchor_gradient(anchored) if stream.anchor else {}
-        decoupled = stream.anchor_form == "decoupled"
+        keep = stream.ascent == "lagged"  # the next step's direction
         for group, planned in zip(self.optimizer.param_groups, stream.groups, strict=True):
             group["lr"] = planned.learning_rate * rate
             for name in planned.parameters:
-                parameter = self.parameters[name]
-                parameter.grad = self.gradient[name].clone()
-                if name in pull and decoupled:
-                    parameter.data.sub_(pull[name], alpha=group["lr"] * stream.anchor)
-                elif name in pull:
-                    parameter.grad.add_(pull[name], alpha=stream.anchor)
+                gradient = self.gradient[name].clone() if keep else self.gradient.pop(name)
+                self.parameters[name].grad = gradient
+            anchored = planned.parameters if planned.anchored and stream.anchor else ()
+            if stream.anchor_form == "coupled":
+                for name in anchored:  # one at a time: a second copy of all weights would be slow and large
+                    pull = self.binding.anchor_gradient((name,))[name]
+                    self.parameters[name].grad.add_(pull, alpha=stream.anchor)  # type: ignore[union-attr]
+            else:
+                for name, pull in self.binding.anchor_gradient(anchored).items():
+                    self.parameters[name].data.sub_(pull, alpha=group["lr"] * stream.anchor)
         self.optimizer.step()
         for parameter in self.parameters.values():
             parameter.grad = None
@@ -154,7 +156,9 @@ class _StreamRunner:
         if sigma:
             generator = self.keys.noise.generator(self.stream.name, step, query)
             sums = add_noise(sums, sigma * self.stream.clipping.bound, generator)
-        return {name: value / self.stream.denominator for name, value in sums.items()}
+        for value in sums.values():
+            value.div_(self.stream.denominator)
+        return sums
 
     def _clipped_sums(
         self, engine: Engine, rows: Units, position: Units, parts: list[Units], record: StepRecord | None
@@ -195,24 +199,26 @@ class _StreamRunner:
 def _moved(
     parameters: dict[str, torch.nn.Parameter], direction: dict[str, Tensor] | None, radius: float
 ) -> Iterator[None]:
-    """Within the block, w + radius·direction/‖direction‖; afterwards bitwise the weights from before."""
+    """Within the block, w + radius·direction/‖direction‖; afterwards bitwise the weights from before.
+
+    The direction's own memory holds the moved weights; it is spent afterwards.
+    """
     if direction is None:
         yield
         return
-    length = torch.sqrt(
-        sum((g.double().square().sum() for g in direction.values()), torch.zeros((), dtype=torch.double))
-    )
+    lengths = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in direction.values()]
+    length = float(torch.linalg.vector_norm(torch.stack(lengths)))
     if not length > 0:
         yield
         return
-    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    before = {name: parameter.data for name, parameter in parameters.items()}
     try:
         for name, parameter in parameters.items():
-            parameter.data.add_(direction[name], alpha=radius / float(length))
+            parameter.data = direction[name].mul_(radius / length).add_(before[name])
         yield
     finally:
         for name, parameter in parameters.items():
-            parameter.data.copy_(before[name])
+            parameter.data = before[name]
 
 
 def _optimizer(stream: Stream, parameters: dict[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
