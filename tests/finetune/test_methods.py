@@ -74,6 +74,8 @@ def test_a_head_has_no_anchor(head: Adapted) -> None:
     assert s.anchor == 0
     assert [group.name for group in s.groups] == ["head"]
     assert stream(head, method="dp-merging", weight_decay=0.1).weight_decay == 0.1
+    assert s.ascent == "none"  # and nothing to merge, so it pays for no ascent unless that is asked for
+    assert stream(head, method="dp-merging", ascent="paired").ascent == "paired"
 
 
 def test_default_batch(lora: Adapted) -> None:

@@ -1,0 +1,104 @@
+"""`confide run`: a study from a YAML file to its report."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from .conftest import Answer, WriteCsv, listing
+
+Confide = Callable[..., Answer]
+
+
+@pytest.fixture
+def study(
+    tiny_base: Path,
+    write_csv: WriteCsv,
+    sentences: Callable[[int, int], list[tuple[str, str]]],
+    tmp_path: Path,
+) -> Callable[..., Path]:
+    def make(**changes: Any) -> Path:
+        files = {
+            name: write_csv(f"{name}.csv", sentences(60, n)) for n, name in enumerate(("films", "plays"), 1)
+        }
+        content: dict[str, Any] = {
+            "title": "Tiny study",
+            "base": str(tiny_base),
+            "disjoint": "declared",
+            "tasks": [
+                {"name": name, "data": str(path), "text": "text", "label": "label"}
+                for name, path in files.items()
+            ],
+            "settings": {"steps": 2, "expected_batch": 12, "max_length": 20, "trainable": {"blocks": 1}},
+            "methods": {"non-private": {}, "dp-adamw": {}, "dp-merging": {}},
+            "merges": [{"operator": "ties"}],
+            "fast": {"title": "Tiny and fast", "methods": {}},
+        }
+        path = tmp_path / "study.yaml"
+        path.write_text(yaml.safe_dump(content | changes))
+        return path
+
+    return make
+
+
+def test_results_and_report(confide: Confide, study: Callable[..., Path], tmp_path: Path) -> None:
+    answer = confide("run", study(), "--fast", "--out", tmp_path / "out", "--json")
+    rows = answer.json()
+    assert len(rows) == 6
+    report = tmp_path / "out" / "report"
+    assert json.loads((report / "results.json").read_text()) == rows
+    page = (report / "report.html").read_text()
+    assert "Tiny and fast" in page
+    assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//""", page)  # nothing is fetched
+
+
+def test_the_table(confide: Confide, study: Callable[..., Path], tmp_path: Path) -> None:
+    answer = confide("run", study(methods={"dp-adamw": {}}), "--out", tmp_path / "out")
+    assert answer.code == 0, answer.err
+    assert all(word in answer.out for word in ("films", "plays", "ties", "report.html"))
+
+
+def test_refusals_leave_nothing(confide: Confide, study: Callable[..., Path], tmp_path: Path) -> None:
+    path = study(methds={})
+    before = listing(tmp_path)
+    out = ("--out", tmp_path / "out")
+    assert "did you mean 'methods'" in confide("run", path, *out).message()
+    assert "missing.yaml" in confide("run", tmp_path / "missing.yaml", *out).message()
+    study(merges=[{"operator": "tiez"}])
+    assert "did you mean 'ties'" in confide("run", path, *out).message()
+    study(settings={"expected_batch": 1000})
+    assert "only 48 records" in confide("run", path, *out).message()
+    study(base="package:no-such-package")
+    assert "not installed" in confide("run", path, *out).message()
+    assert listing(tmp_path) == before
+
+
+def test_ctrl_c_keeps_whole_releases_only(
+    confide: Confide, study: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from confide.finetune import run
+    from confide.release.write import verify
+
+    plain = run.write_tensors
+    calls = 0
+
+    def third_time_interrupted(*arguments: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        plain(*arguments)
+
+    monkeypatch.setattr(run, "write_tensors", third_time_interrupted)
+    assert confide("run", study(), "--out", tmp_path / "out").code == 130
+    found = [path.parent for path in (tmp_path / "out").rglob("model.safetensors")]
+    assert len(found) == 2
+    for folder in found:
+        verify(folder)
+    assert not list((tmp_path / "out").rglob("*.partial"))
