@@ -86,6 +86,7 @@ def test_pair_is_one_query_at_half_the_variance() -> None:
     assert pair.epsilon == pytest.approx(single.epsilon, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_pair_costs_more_than_twice_as_many_steps() -> None:
     pair = epsilon(PoissonGaussian(16 / 60000, (0.661, 0.661), 37500), 1 / 60000)
     naive = epsilon(PoissonGaussian(16 / 60000, (0.661,), 75000), 1 / 60000)
@@ -197,7 +198,8 @@ def test_order_and_splitting_change_nothing() -> None:
     assert epsilon(Composed((Composed((a,)), Composed((b,)))), 1e-5) == whole
 
 
-@settings(max_examples=3, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=10, deadline=None)
 @given(
     q=st.floats(1e-4, 0.5),
     sigma=st.floats(0.6, 8.0),
@@ -254,6 +256,7 @@ def test_tiny_delta_falls_back_to_rdp_and_says_so() -> None:
 
 
 @pytest.mark.parametrize("adjacency", ["add-or-remove-one", "replace-one"])
+@pytest.mark.slow
 @pytest.mark.parametrize("sigma", [0.15, 0.05, 0.005])
 def test_little_noise_is_bounded(sigma: float, adjacency: str) -> None:
     event = PoissonGaussian(0.001, (sigma,), 500)

@@ -51,7 +51,8 @@ def test_smallest_noise_on_the_safe_side(
     )
 
 
-@settings(max_examples=3, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=10, deadline=None)
 @given(q=st.floats(1e-3, 1.0), steps=st.integers(1, 300), eps=st.floats(0.1, 4), delta=st.floats(1e-8, 1e-3))
 def test_answer_always_fits(q: float, steps: int, eps: float, delta: float) -> None:
     sigma = noise_multiplier(q, steps, Budget(eps, delta))
@@ -94,6 +95,7 @@ def test_no_noise_to_scale(schedule: Callable[..., Schedule]) -> None:
         calibrate(schedule(noise_multiplier=0.0), Budget(1.0, 1e-5))
 
 
+@pytest.mark.slow
 def test_impossible_budget_says_what_helps() -> None:
     started = time.monotonic()
     with pytest.raises(PrivacyError, match="fewer steps"):

@@ -167,11 +167,24 @@ def _bracket(
 def _shrink(
     cost: Callable[[float], float], target: float, low: float, high: float, tolerance: float
 ) -> tuple[float, float]:
-    """Bisect in log until high/low ≤ 1 + tolerance, keeping cost(low) > target ≥ cost(high)."""
+    """Narrow until high/low ≤ 1 + tolerance, keeping cost(low) > target ≥ cost(high).
+
+    Aims just below and just above the log-log interpolated root, so that both ends close in; every third
+    step bisects, which bounds their number.
+    """
+    below, above = cost(low), cost(high)
+    step = 0
     while high / low > 1 + tolerance:
         middle = math.sqrt(low * high)
-        if cost(middle) > target:
-            low = middle
+        slope = _slope(low, below, high, above)
+        if slope is not None and step % 3 < 2:
+            root = low * math.exp(math.log(target / below) / slope)
+            aim = root * (1 + (tolerance / 3 if step % 3 else -tolerance / 3))
+            middle = aim if low < aim < high else middle
+        value = cost(middle)
+        if value > target:
+            low, below = middle, value
         else:
-            high = middle
+            high, above = middle, value
+        step += 1
     return low, high
