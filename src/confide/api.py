@@ -123,6 +123,10 @@ def test_records(head: Head) -> Records:
     Raises:
         DataError: no such task, or its labels are not the head's.
     """
+    if head.task not in registry.TASKS:
+        raise DataError(
+            f"{head.task!r} is no registered task, so its test records are yours: name a file with --data"
+        )
     task = registry.load(head.task)
     if task.labels != head.labels:
         raise DataError(f"task {head.task} has other labels than the release; score it on a file with --data")

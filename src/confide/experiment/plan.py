@@ -105,11 +105,13 @@ class Plan(BaseModel):
         """
         if method == "pretrained":
             own: dict[str, Any] = {"method": "dp-adamw", **(self.pretrained or {})}
-            own["trainable"] = Trainable(kind="head")
+            if "trainable" in own:
+                raise ConfigError("pretrained trains the head alone, so it takes no `trainable`")
+            own["trainable"] = {"kind": "head"}
         else:
             own = {"method": method, **self.methods[method]}
         try:
-            return Settings.model_validate({**self.settings, **own, "seed": seed})
+            return Settings.model_validate({**_over(self.settings, own), "seed": seed})
         except ValidationError as error:
             raise ConfigError(f"method {method!r}: {_first(error, Settings)}") from None
 

@@ -30,7 +30,8 @@ def schedule(settings: Settings, adapted: Adapted, units: int, unit: str = "reco
             f"choose at most {units}"
         )
     private = settings.method != "non-private"
-    merging = settings.method == "dp-merging"
+    # A head alone has nothing to merge, so it doesn't pay for an ascent.
+    merging = settings.method == "dp-merging" and bool(adapted.encoder)
     ascent = settings.ascent or ("paired" if merging else "none")
     anchor = settings.anchor if settings.anchor is not None else DEFAULT_ANCHOR * merging
     if not adapted.encoder:

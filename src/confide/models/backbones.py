@@ -178,9 +178,9 @@ def _from_hub(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=_FILES))
     except Exception as error:  # the client raises a different class for each way of failing
-        first = str(error).strip().splitlines()[0]
         raise ModelError(
-            f"base {name!r} is no folder, no installed package:NAME, and not on the Hugging Face hub: {first}"
+            f"base {name!r} is no folder and no package:NAME, and couldn't be fetched from the Hugging Face "
+            f"hub ({type(error).__name__}); check the name and the connection"
         ) from error
 
 

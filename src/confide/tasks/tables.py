@@ -181,7 +181,7 @@ def _check_columns(path: Path, columns: list[str], wanted: list[str]) -> None:
             raise DataError(f"{path} has {columns.count(name)} columns {name!r}; rename all but one")
         if name not in columns:
             by_lower = {column.lower(): column for column in columns}
-            near = get_close_matches(name.lower(), by_lower, n=1)
+            near = get_close_matches(name.lower(), by_lower, n=1, cutoff=0.7)
             hint = f"; did you mean {by_lower[near[0]]!r}?" if near else "."
             raise DataError(
                 f"{path} has no column {name!r}{hint} Its columns: {', '.join(map(repr, columns))}"
