@@ -36,7 +36,7 @@ def study(
                 for name, path in files.items()
             ],
             "settings": {"steps": 2, "expected_batch": 12, "max_length": 20, "trainable": {"blocks": 1}},
-            "methods": {"non-private": {}, "dp-adamw": {}, "dp-merging": {}},
+            "methods": {"non-private": {}, "dp-adamw": {}},
             "merges": [{"operator": "ties"}],
             "fast": {"title": "Tiny and fast", "methods": {}},
         }
@@ -50,7 +50,7 @@ def study(
 def test_results_and_report(confide: Confide, study: Callable[..., Path], tmp_path: Path) -> None:
     answer = confide("run", study(), "--fast", "--out", tmp_path / "out", "--json")
     rows = answer.json()
-    assert len(rows) == 6
+    assert len(rows) == 4
     report = tmp_path / "out" / "report"
     assert json.loads((report / "results.json").read_text()) == rows
     page = (report / "report.html").read_text()
