@@ -86,30 +86,30 @@ class _Vector:
 def _add(vector: _Vector, std: float, stream: KeyStream) -> None:
     table = normals.widths(std)
 
-    def span(number: int) -> None:
+    def span(start: int) -> npt.NDArray[np.int64]:
         index, drawn = np.empty(_BLOCK, np.int64), np.empty(_BLOCK)
-        start = number * _SPAN
-        stop = min(start + _SPAN, vector.size)
+        blocks = range(start, min(start + _SPAN, vector.size), _BLOCK)
         missing = []
-        for at, words in zip(range(start, stop, _BLOCK), stream.blocks(start, _BLOCK), strict=False):
+        for at, words in zip(blocks, stream.blocks(start, _BLOCK), strict=False):
             missing.append(at + normals.fill(words, table, index, drawn))
             vector.add(at, drawn)
-        left = np.concatenate(missing)
-        vector.add_at(left, std * normals.rest(len(left), _reader(stream, number)))
+        return np.concatenate(missing)
 
-    spans = range(-(-vector.size // _SPAN))
-    workers = min(torch.get_num_threads(), len(spans))
+    starts = range(0, vector.size, _SPAN)
+    workers = min(torch.get_num_threads(), len(starts))
     if workers > 1:
         with ThreadPoolExecutor(workers) as pool:
-            list(pool.map(span, spans))
+            missing = list(pool.map(span, starts))
     else:
-        for number in spans:
-            span(number)
+        missing = [span(start) for start in starts]
+    if missing:
+        left = np.concatenate(missing)
+        vector.add_at(left, std * normals.rest(len(left), reader(stream)))
 
 
-def _reader(stream: KeyStream, span: int) -> Callable[[int], Words]:
-    """Reads on from a place in the stream that no other span, and no block, ever reaches."""
-    position = (span + 1) << 64
+def reader(stream: KeyStream, place: int = 1) -> Callable[[int], Words]:
+    """Reads on from word place·2⁶⁴, which no block ever reaches."""
+    position = place << 64
 
     def read(count: int) -> Words:
         nonlocal position
