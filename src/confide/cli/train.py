@@ -42,7 +42,7 @@ def train(
     trainable: Annotated[
         Literal["lora", "blocks", "all", "head"], typer.Option(help="What is trained beside the head.")
     ] = "lora",
-    blocks: Annotated[int, typer.Option(help="Top blocks for lora and blocks; 0 for all.")] = 2,
+    blocks: Annotated[int, typer.Option(help="Top blocks for lora and blocks; 0 for all.")] = 1,
     rank: Annotated[int, typer.Option(help="LoRA rank.")] = 8,
     expected_batch: Annotated[int | None, typer.Option(help="B, mean size of a draw.")] = None,
     steps: Annotated[int | None, typer.Option(help="Noisy steps.")] = None,

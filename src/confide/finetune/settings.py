@@ -45,13 +45,13 @@ class Settings(BaseModel):
     epsilon: float | None = Field(default=4.0, gt=0)
     delta: float | Literal["auto", "1/n", "n^-1.1"] = "auto"
     expected_batch: int | None = Field(default=None, gt=0)
-    steps: int = Field(default=60, gt=0)
+    steps: int = Field(default=40, gt=0)
     trainable: Trainable = Trainable()
-    learning_rate: float = Field(default=1e-3, gt=0)
-    head_learning_rate: float = Field(default=1e-2, gt=0)
+    learning_rate: float = Field(default=0.03, gt=0)
+    head_learning_rate: float = Field(default=0.1, gt=0)
     decay: Literal["constant", "linear"] = "linear"
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    clipping: Literal["flat", "normalised"] = "normalised"
+    clipping: Literal["flat", "normalised"] = "flat"
     clipping_bound: float = Field(default=1.0, gt=0)
     ascent: AscentChoice | None = None
     ascent_radius: float = Field(default=0.05, gt=0)

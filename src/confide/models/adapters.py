@@ -24,16 +24,16 @@ class Trainable(BaseModel):
         blocks: how many blocks from the top, for `lora` and `blocks`; 0 means every block.
         rank: r of LoRA.
         alpha: LoRA's scale is alpha / rank.
-        train_a: whether LoRA's A is trained too. With A fixed at its public random value there is half as
-            much to add noise to, and ΔW is linear in what is trained (FFA-LoRA, Sun et al. 2024).
+        train_a: whether LoRA's A is trained too. False keeps it at its public random value: half as much to
+            add noise to, and ΔW linear in what is trained (FFA-LoRA, Sun et al. 2024); worse where measured.
         targets: last name components of the Linear layers that LoRA adapts.
     """
 
     kind: Literal["head", "lora", "blocks", "all"] = "lora"
-    blocks: int = Field(default=2, ge=0)
+    blocks: int = Field(default=1, ge=0)
     rank: int = Field(default=8, gt=0)
     alpha: float = Field(default=16.0, gt=0, allow_inf_nan=False)
-    train_a: bool = False
+    train_a: bool = True
     targets: tuple[str, ...] = ("query", "value")
 
     model_config = ConfigDict(frozen=True, extra="forbid")
