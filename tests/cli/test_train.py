@@ -26,6 +26,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, GPT2
 import confide as library
 from confide.errors import ConfigError
 from confide.finetune import run as finetune_run
+from confide.models.adapters import Trainable
 from confide.privacy.composition import check
 from confide.privacy.statement import read as read_statement
 from confide.release.write import provenance, verify
@@ -95,7 +96,8 @@ def test_a_dry_run_spends_nothing(train: Train, reviews: Path, tmp_path: Path) -
     assert (plan["units"], plan["steps"], plan["expected_batch"]) == (64, 2, 16.0)
     assert plan["sampling_rate"] == 0.25
     assert plan["epsilon"] <= 4
-    assert plan["trained_parameters"] == 2 * 2 * 32 + 2 * 32 + 2  # B of query and value, and the head
+    factors = 2 if Trainable().train_a else 1  # of query and value, 2 × 32 each; and the head
+    assert plan["trained_parameters"] == factors * 2 * 2 * 32 + 2 * 32 + 2
     assert "nothing has been" in " ".join(train(reviews, "--dry-run").out.split())
     assert not (tmp_path / "run").exists()
     assert train(reviews, "--dry-run", "--json", "--method", "non-private").json()["epsilon"] is None

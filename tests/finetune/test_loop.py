@@ -25,7 +25,7 @@ from .reference import Reference
 Make = Callable[..., Bound]
 MakeLine = Callable[..., Line]
 LORA = Trainable(kind="lora", blocks=1, rank=2, train_a=True, targets=("query", "value", "dense"))
-FIXED_A = Trainable(kind="lora", blocks=2, rank=2)
+FIXED_A = Trainable(kind="lora", blocks=2, rank=2, train_a=False)
 BLOCKS = Trainable(kind="blocks", blocks=1)
 ALL = Trainable(kind="all")
 ASCENT = {"ascent_radius": 0.3}

@@ -180,7 +180,7 @@ def test_too_many_blocks(classifier: Classifier, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["head", "all"])
 def test_blocks_mean_nothing_to_head_and_all(make_base: Callable[..., Path], kind: str) -> None:
     shallow = load_classifier(make_base(num_hidden_layers=1), ("neg", "pos"), seed=0)
-    adapt(shallow, Trainable(kind=kind), seed=0)  # the default, 2, is for lora and blocks
+    adapt(shallow, Trainable(kind=kind, blocks=2), seed=0)
 
 
 def test_bad_targets(classifier: Classifier) -> None:
