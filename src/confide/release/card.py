@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from decimal import ROUND_CEILING, Context, Decimal, localcontext
 
 from confide.privacy.events import PoissonGaussian, leaves
 from confide.privacy.statement import Claim, Spending, Statement
+from confide.privacy.words import round_up
 from confide.release.format import Head, ReleaseInfo
 
 FILE_NAME = "README.md"
@@ -130,7 +130,7 @@ def _promise(claim: Claim, statement: Statement) -> str:
     units = " or ".join(sorted({f"one {spending.unit}" for spending in statement.spendings})) or "one record"
     adjacency = {spending.adjacency for spending in statement.spendings}
     change = "replaced by another" if adjacency == {"replace-one"} else "added or removed"
-    shared, renyi = "", round_up(claim.epsilon_rdp)
+    shared, renyi = "", round_up(claim.epsilon_rdp, 4)
     if statement.kind == "merge" and len({spending.dataset for spending in statement.spendings}) > 1:
         shared = (
             " The data sets were declared to share no unit, so each unit is in one of them; if that "
@@ -139,8 +139,8 @@ def _promise(claim: Claim, statement: Statement) -> str:
             else " Nobody declared that the data sets share no unit, so what was spent on each is added up."
         )
     return (
-        f"**ε = {round_up(claim.epsilon)}, δ = {claim.delta:.3g}.** Whether {units} was {change} changes the "
-        f"probability of any outcome of the training by at most a factor e^ε, up to δ. That holds against "
+        f"**ε = {round_up(claim.epsilon, 4)}, δ = {round_up(claim.delta, 3)}.** Whether {units} was {change} "
+        f"changes the probability of any outcome of the training by at most a factor e^ε, up to δ. That holds against "
         f"anybody who has these weights, whatever else they know and however much they compute. It is an "
         f"upper bound ({claim.accountant}); the Rényi bound at the same δ is {renyi}.{shared}"
     )
@@ -159,12 +159,6 @@ def _spending(spending: Spending) -> str:
 
 def _gaussians(spending: Spending) -> tuple[PoissonGaussian, ...]:
     return leaves(spending.event) if spending.event else ()
-
-
-def round_up(epsilon: float) -> str:
-    """Four significant digits, rounded up: a card must not claim less than was computed."""
-    with localcontext(Context(prec=4, rounding=ROUND_CEILING)):
-        return f"{+Decimal(epsilon):f}"
 
 
 def _count(number: int, one: str, many: str | None = None) -> str:
