@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from confide import files
-from confide.errors import ReleaseError
+from confide.errors import ModelError, ReleaseError
 from confide.finetune import methods
 from confide.finetune.binding import Anchor, Binding
 from confide.finetune.loop import History, train
@@ -21,10 +21,12 @@ from confide.finetune.prepare import (
     micro_batches,
     silent,
 )
+from confide.finetune.selfcheck import check_rows_are_independent
 from confide.finetune.settings import Settings
 from confide.gradients.keys import Keys
 from confide.models.adapters import Adapted, adapt, plain_state
 from confide.models.backbones import Classifier, load_classifier, resolve
+from confide.privacy import statement as statements
 from confide.privacy.calibration import calibrate, resolve_delta
 from confide.privacy.composition import new_run, training_statement
 from confide.privacy.statement import Base, Statement
@@ -49,8 +51,17 @@ class PublicBase:
 
     @classmethod
     def of(cls, name: str) -> PublicBase:
-        """Resolve a folder, `package:NAME` or hub id, and hash its encoder."""
+        """Resolve a folder, `package:NAME` or hub id, and hash its encoder.
+
+        Raises:
+            ModelError: nothing is there, or it is a release, whose weights depend on records.
+        """
         folder = resolve(name)
+        if (folder / statements.FILE_NAME).exists():
+            raise ModelError(
+                f"{name} is a release that states what it spent on records, not a public base; training "
+                "on it would leave that out of the claim. Train from the public model underneath"
+            )
         # A release tells the world the model's name, not where it lies on its owner's machine.
         public = folder.resolve().name if Path(name).expanduser().is_dir() else name
         return cls(folder, Base(name=public, hash=base_hash(folder)))
@@ -145,7 +156,7 @@ def finetune(
     settings: Settings,
     *,
     dataset: str | None = None,
-    keys: Keys | None = None,
+    simulate: int | None = None,
     on_plan: Callable[[Schedule], None] = lambda schedule: None,
     progress: Progress = silent,
 ) -> FineTuned:
@@ -154,8 +165,8 @@ def finetune(
     Args:
         prepared: the task's records under this base.
         dataset: the name that its owner gave the data; the task's own if None.
-        keys: None for fresh ones from the operating system; fixed ones make a simulation, whose statement
-            claims nothing.
+        simulate: None draws fresh keys from the operating system, for this run only. A number fixes noise and
+            sampling, so that the run can be repeated and its statement claims nothing.
         on_plan: called with the calibrated schedule before anything looks at a record.
         progress: called with (what, done, total).
 
@@ -167,12 +178,15 @@ def finetune(
     """
     task = prepared.task
     check_task_name(task.name)
-    keys = keys or Keys.fresh()
+    # Keys are made here, never handed in: two runs with the same noise would give it away.
+    keys = Keys.fresh() if simulate is None else Keys.fixed(simulate)
     classifier = load_classifier(base.folder, task.labels, settings.seed)
     adapted, schedule, delta = plan(task, classifier, settings)
     on_plan(schedule)
     inputs = prepared.inputs(classifier, adapted.first_block, "train", progress)
     module, forward = forward_of(classifier, adapted.first_block, inputs)
+    if schedule.private:
+        check_rows_are_independent(classifier, forward, inputs)
     named = dict(classifier.model.named_parameters())
     binding = Binding(
         module=module,
