@@ -140,7 +140,8 @@ def model_folder(out: Path, method: str, seed: int, task: str) -> Path:
 
 
 def _methods(plan: Plan) -> list[str]:
-    return [*([PRETRAINED] if plan.pretrained is not None else []), *plan.methods]
+    # The head comes last: what it reads is computed from what the others read, not from the tokens again.
+    return [*plan.methods, *([PRETRAINED] if plan.pretrained is not None else [])]
 
 
 def _note(seen: _Seen, trained: FineTuned, method: str, base: PublicBase, seconds: float) -> None:
