@@ -1,9 +1,9 @@
 """What has been spent on each named data set, over all runs and people.
 
-A run is charged before its first noisy query: the reservation, with the whole planned schedule, is committed
-to disk first. What ran is noted afterwards and changes no price. Only a run that asked nothing is refunded, so
-a crash leaves its reservation spent. Entries are only ever added, each covered by the hashes that follow it
-(`chain`), and their order is their position: clocks don't matter.
+A run is charged before its first noisy query: the reservation, with the whole planned schedule, is
+committed to disk first. What ran is noted afterwards and changes no price. Only a run that asked nothing is
+refunded, so a crash leaves its reservation spent. Entries are only ever added, each covered by the hashes
+that follow it (`chain`), and their order is their position: clocks don't matter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from sqlalchemy import (
     String,
     Table,
     Text,
-    event,
     insert,
     select,
 )
@@ -256,7 +255,7 @@ def _engine(url: sqlalchemy.URL) -> Engine:
     except ImportError:
         raise PrivacyError("a ledger in PostgreSQL needs psycopg: pip install 'confide[postgres]'") from None
 
-    @event.listens_for(engine, "connect")
+    @sqlalchemy.event.listens_for(engine, "connect")
     def _connected(connection: Any, _record: Any) -> None:
         connection.isolation_level = None  # transactions begin where `_writing` begins them
         connection.execute("PRAGMA synchronous = EXTRA")  # a commit survives a power cut
@@ -270,8 +269,8 @@ def _start_file(url: sqlalchemy.URL, name: str) -> None:
     if path.exists():
         if path.stat().st_size == 0:
             raise PrivacyError(
-                f"the ledger {name} is empty, which no ledger ever is: restore it from a copy; what was spent "
-                "is not known"
+                f"the ledger {name} is empty, which no ledger ever is, so what was spent is not known: "
+                "restore it from a copy"
             )
         return
     side = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
@@ -295,8 +294,7 @@ def _explained(name: str) -> Iterator[None]:
         yield
     except DBAPIError as error:
         said = str(error.orig).strip().splitlines()
-        raise PrivacyError(
-            f"the ledger {name} can't be used: {said[0] if said else type(error).__name__}; nothing is charged"
-        ) from None
+        reason = said[0] if said else type(error).__name__
+        raise PrivacyError(f"the ledger {name} can't be used: {reason}") from None
     except (SQLAlchemyError, OSError) as error:
-        raise PrivacyError(f"the ledger {name} can't be used: {error}; nothing is charged") from None
+        raise PrivacyError(f"the ledger {name} can't be used: {error}") from None
