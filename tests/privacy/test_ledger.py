@@ -22,7 +22,9 @@ import sqlalchemy
 
 from confide.errors import PrivacyError
 from confide.privacy import chain, ledger
+from confide.privacy.accountant import epsilon
 from confide.privacy.composition import training_spending, training_statement
+from confide.privacy.events import PoissonGaussian
 from confide.privacy.ledger import Ledger
 from confide.privacy.statement import Base, LedgerEntry, Statement
 from confide.privacy.streams import Schedule
@@ -199,6 +201,28 @@ def test_a_refusal_says_what_is_left(url: str) -> None:
     book.reserve(spending("b"))
 
 
+def test_a_first_run_may_use_the_whole_cap(file: Path) -> None:
+    """Nothing was seen before it, so its own bound by PLD counts; then the filter lets nothing follow."""
+    book = Ledger.open(str(file))
+    alone = epsilon(spending().event, 1e-6).epsilon  # type: ignore[arg-type]
+    filtered = book.account("clinic").filtered(spending())
+    assert filtered is not None
+    assert alone < filtered
+    for dataset, cap, fits in (("clinic", alone * 1.001, True), ("ward", alone * 0.999, False)):
+        book.cap(dataset, cap, 1e-6)
+        sigma = book.account(dataset).least_noise(0.05, 100, 1, "add-or-remove-one")
+        assert (sigma < 4) == fits
+        assert sigma == pytest.approx(4, rel=2e-3)
+        if not fits:
+            with pytest.raises(PrivacyError, match="the cap on ward"):
+                book.reserve(spending(dataset=dataset))
+    entry = book.reserve(spending("a"))
+    with pytest.raises(PrivacyError, match="so 0 is left"):
+        book.reserve(spending("b", sigma=1000))
+    book.refund(entry)
+    book.reserve(spending("c"))
+
+
 def test_no_unit_no_sum(file: Path) -> None:
     book = Ledger.open(str(file))
     book.cap("clinic", 8, 1e-6)
@@ -218,9 +242,6 @@ def test_a_wider_adjacency_prices_everything(file: Path) -> None:
 
 
 def test_fixed_schedules_compose_tighter_than_the_filter(file: Path) -> None:
-    from confide.privacy.accountant import epsilon
-    from confide.privacy.events import PoissonGaussian
-
     book = Ledger.open(str(file))
     for run in "abc":
         book.reserve(spending(run))

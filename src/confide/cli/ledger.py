@@ -104,7 +104,8 @@ def plan(
         sigma = account.least_noise(sampling_rate, steps, queries, adjacency)
     event = PoissonGaussian(sampling_rate, (sigma,) * queries, steps)
     before = account.filtered() or 0.0
-    after = account.filtered(account.hypothetical(event, adjacency))
+    planned = account.hypothetical(event, adjacency)
+    after = account.filtered(planned)
     assert after is not None
     facts: dict[str, Any] = {
         "dataset": dataset,
@@ -113,7 +114,7 @@ def plan(
         "epsilon_before": before,
         "epsilon_after": _finite(after),
         "cap": account.cap.epsilon if account.cap else None,
-        "fits": account.cap is None or after <= account.cap.epsilon,
+        "fits": account.fits(planned),
     }
     if json:
         print_json(facts)

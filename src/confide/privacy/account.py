@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from confide.errors import PrivacyError
-from confide.privacy import accountant, rdp_filter
+from confide.privacy import accountant, calibration, rdp_filter
 from confide.privacy.chain import Entry
 from confide.privacy.composition import check_spending, common_adjacency
 from confide.privacy.events import Composed, PoissonGaussian
@@ -94,13 +94,11 @@ class Account:
         """
         if any(charge.spending.run == spending.run for charge in self.charges):
             raise PrivacyError(f"run {spending.run} is charged to {self.dataset} already")
-        if self.cap is None:
+        if self.cap is None or self.fits(spending):
             return
         spent, after = self.filtered(), self.filtered(spending)
         assert spent is not None
         assert after is not None
-        if after <= self.cap.epsilon:
-            return
         left = round_down(max(self.cap.epsilon - spent, 0.0), 4)
         cost = f"bring it to {round_up(after, 4)}" if math.isfinite(after) else "make it infinite"
         raise PrivacyError(
@@ -109,6 +107,25 @@ class Account:
             f"Lower its epsilon (`confide ledger plan` says which noise fits), or have the owner of the data "
             "raise the cap"
         )
+
+    def fits(self, spending: Spending) -> bool:
+        """Whether the cap leaves room for one more run; always without a cap.
+
+        A first run was chosen before anything was seen, so PLD may speak for it too: where PLD alone lets it
+        through, the filter lets nothing follow. Raises PrivacyError where units differ.
+        """
+        if self.cap is None:
+            return True
+        after = self.filtered(spending)
+        if after is not None and after <= self.cap.epsilon:
+            return True
+        if self.spendings or spending.event is None:
+            return False
+        try:
+            claim = accountant.epsilon(spending.event, self.cap.delta, spending.adjacency)
+        except PrivacyError:  # no finite bound
+            return False
+        return claim.epsilon <= self.cap.epsilon
 
     def least_noise(self, sampling_rate: float, steps: int, queries: int, adjacency: Adjacency) -> float:
         """The smallest σ, within 1e-4, of each query on `steps` draws with which a run fits under the cap.
@@ -119,12 +136,14 @@ class Account:
         if self.cap is None:
             raise PrivacyError(f"{self.dataset} has no cap; set one with `confide ledger cap`")
 
+        if not self.spendings:
+            return calibration.noise_multiplier(
+                sampling_rate, steps, self.cap, queries=queries, adjacency=adjacency
+            )
+
         def fits(sigma: float) -> bool:
             event = PoissonGaussian(sampling_rate, (sigma,) * queries, steps)
-            cost = self.filtered(self.hypothetical(event, adjacency))
-            assert cost is not None
-            assert self.cap is not None
-            return cost <= self.cap.epsilon
+            return self.fits(self.hypothetical(event, adjacency))
 
         low, high = 1e-2, 1.0
         while not fits(high):
