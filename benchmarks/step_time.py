@@ -141,7 +141,7 @@ def confide(size: int, trainable: str, paired: bool) -> Step:
 
     def pull(names: tuple[str, ...]) -> dict[str, Tensor]:
         with torch.no_grad():
-            return {name: 2 * (parameters[name] - base[name]) for name in names}
+            return {name: (parameters[name] - base[name]).mul_(2) for name in names}
 
     binding = Binding(
         module=model,

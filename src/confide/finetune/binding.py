@@ -67,7 +67,7 @@ class Anchor:
     def _one(self, name: str) -> Tensor:
         layer = self._pairs.get(name)
         if layer is None:
-            return 2 * (self._now[name] - self._base[name])
+            return (self._now[name] - self._base[name]).mul_(2)
         a, b = lora_factors(layer)
         scale = 2 * lora_scale(layer) ** 2
         return scale * (b.T @ b @ a) if ".lora_A." in name else scale * (b @ (a @ a.T))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -222,8 +223,7 @@ def _moved(
     if direction is None:
         yield
         return
-    lengths = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in direction.values()]
-    length = float(torch.linalg.vector_norm(torch.stack(lengths)))
+    length = _norm(direction)
     if not length > 0:
         yield
         return
@@ -235,6 +235,12 @@ def _moved(
     finally:
         for name, parameter in parameters.items():
             parameter.data = before[name]
+
+
+def _norm(tensors: dict[str, Tensor]) -> float:
+    """Euclidean norm of all values together, in float64; in pieces, which a processor's cache holds."""
+    pieces = (piece for value in tensors.values() for piece in torch.split(value.reshape(-1), 1 << 15))
+    return math.sqrt(sum(float(piece.double().square().sum()) for piece in pieces))
 
 
 def _optimizer(stream: Stream, parameters: dict[str, torch.nn.Parameter]) -> torch.optim.Optimizer:

@@ -7,7 +7,7 @@ from confide.finetune.settings import Settings
 from confide.models.adapters import Adapted
 from confide.privacy.streams import Clipping, ParameterGroup, Schedule, Stream
 
-DEFAULT_ANCHOR = 0.01
+DEFAULT_ANCHOR = 0.001
 DEFAULT_BATCH = 1024
 
 

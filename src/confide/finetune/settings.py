@@ -54,7 +54,7 @@ class Settings(BaseModel):
     clipping: Literal["flat", "normalised"] = "flat"
     clipping_bound: float = Field(default=1.0, gt=0)
     ascent: AscentChoice | None = None
-    ascent_radius: float = Field(default=0.05, gt=0)
+    ascent_radius: float = Field(default=0.5, gt=0)
     ascent_noise_ratio: float = Field(default=1.0, ge=1)
     anchor: float | None = Field(default=None, ge=0)
     anchor_form: Literal["coupled", "decoupled"] = "coupled"

@@ -146,7 +146,8 @@ class Engine:
 
     def _clip(self, rows: Rows, clipping: Clipping) -> Tensor:
         squares, slack = total(self._parts, rows)
-        dtype = torch.promote_types(next(iter(self._parameters.values())).dtype, torch.float32)
+        wide = all(parameter.dtype == torch.float64 for parameter in self._parameters.values())
+        dtype = torch.float64 if wide else torch.float32
         factors = Factors(clip_factors(squares, slack, clipping, dtype) * rows.share)
         while self._parts:
             self._parts.pop().add_to(self._sums, factors, rows)

@@ -19,7 +19,7 @@ class Gram:
         tokens: (n, S, p).
         products: (n, S, S).
         lengths: (n, S), token norms, a trifle more.
-        error: γ, so that a product of tokens s and t errs by at most γ·lengths_s·lengths_t.
+        error: γ, so that a product of tokens s and t errs by at most γ·lengths_s·lengths_t, in sums too.
     """
 
     tokens: Tensor
@@ -35,8 +35,8 @@ class Gram:
         # The floor makes γ·lengths_s·lengths_t cover underflow too, at most `tiny` per term.
         floor = 4 * number.tiny / number.eps
         lengths = (products.diagonal(dim1=1, dim2=2).clamp(min=0) + floor).sqrt()
-        # Four roundings more: the lengths' own, and that of multiplying two products.
-        return cls(tokens, products, lengths, _gamma(tokens.shape[-1] + 4, tokens.dtype))
+        # Roundings: of the product, of its sum with S − 1 others, and of the lengths.
+        return cls(tokens, products, lengths, _gamma(sum(tokens.shape[1:]) + 4, tokens.dtype))
 
 
 def squared_norms(a: Gram, g: Gram) -> tuple[Tensor, Tensor]:
@@ -76,7 +76,7 @@ def _with_bound(a: Gram, g: Gram) -> tuple[Tensor, Tensor, Tensor]:
     3.1), so with α_s = ‖a_s‖, β_s = ‖g_s‖, A = aaᵀ, G = ggᵀ the sum Σ A_st G_st errs by at most
     γ_p Σ α_s α_t|G_st| + γ_d Σ β_s β_t|A_st| + γ_p γ_d (Σ α_s β_s)².
     """
-    squares = (a.products * g.products).sum((1, 2), dtype=torch.float64)
+    squares = (a.products * g.products).sum(2).sum(1, dtype=torch.float64)
     reach = (a.lengths * g.lengths).sum(1, dtype=torch.float64)
     first = a.error * _form(g.products, a.lengths) + g.error * _form(a.products, g.lengths)
     second = 4 * a.error * g.error * reach.square()

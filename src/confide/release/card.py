@@ -141,8 +141,8 @@ def _promise(claim: Claim, statement: Statement) -> str:
     return (
         f"**ε = {round_up(claim.epsilon, 4)}, δ = {round_up(claim.delta, 3)}.** Whether {units} was {change} "
         "changes the probability of any outcome of the training by at most a factor e^ε, up to δ. That holds "
-        f"against anybody who has these weights, whatever else they know and however much they compute. It is an "
-        f"upper bound ({claim.accountant}); the Rényi bound at the same δ is {renyi}.{shared}"
+        "against anybody who has these weights, whatever else they know and however much they compute. It is "
+        f"an upper bound ({claim.accountant}); the Rényi bound at the same δ is {renyi}.{shared}"
     )
 
 
