@@ -223,6 +223,17 @@ def test_a_first_run_may_use_the_whole_cap(file: Path) -> None:
     book.reserve(spending("c"))
 
 
+def test_case_and_blanks_name_no_other_data_set(file: Path) -> None:
+    book = Ledger.open(str(file))
+    book.cap("Ward  A", 0.1, 1e-6)
+    with pytest.raises(PrivacyError, match="the cap on ward a"):
+        book.reserve(spending(dataset=" ward a"))
+    book.cap("WARD A", 5, 1e-6)
+    book.reserve(spending("a", dataset="ward A"))
+    assert list(book.accounts()) == ["ward a"]
+    assert book.account("wArd a").charges[0].spending.dataset == "ward A"
+
+
 def test_no_unit_no_sum(file: Path) -> None:
     book = Ledger.open(str(file))
     book.cap("clinic", 8, 1e-6)

@@ -31,18 +31,20 @@ def show(
 ) -> None:
     """What was spent on each data set, or on one run by run."""
     from confide.errors import PrivacyError
+    from confide.privacy.account import canonical
 
     book = _open(ledger)
     found = book.accounts()
-    if dataset is not None and dataset not in found:
+    one = found.get(canonical(dataset)) if dataset is not None else None
+    if dataset is not None and one is None:
         known = ", ".join(found) or "no data set yet"
         raise PrivacyError(f"the ledger {book.name} knows no data set {dataset!r}; it knows {known}")
-    chosen = [found[dataset]] if dataset is not None else list(found.values())
+    chosen = [one] if one is not None else list(found.values())
     if json:
         print_json({"ledger": book.name, "datasets": [_facts(account) for account in chosen]})
         return
-    if dataset is not None:
-        _print_charges(found[dataset])
+    if one is not None:
+        _print_charges(one)
     _print_accounts(book.name, chosen)
 
 

@@ -42,7 +42,7 @@ class Account:
     """One data set in a ledger.
 
     Attributes:
-        dataset: its name.
+        dataset: its canonical name.
         cap: (ε, δ) that everything together may spend; None for no limit.
         charges: in the order of their reservations.
     """
@@ -179,6 +179,11 @@ class Account:
             )
 
 
+def canonical(dataset: str) -> str:
+    """Names that differ in case or blanks only are one data set: the other guess would count too little."""
+    return " ".join(dataset.split()).casefold()
+
+
 def accounts(entries: Sequence[Entry]) -> dict[str, Account]:
     """Replay a checked chain: one account for each data set, in order of first appearance.
 
@@ -205,7 +210,7 @@ def _after(account: Account, entry: Entry) -> Account:
             return replace(account, cap=Budget(value["epsilon"], value["delta"]))
         case "reserve":
             spending = Spending.model_validate(value["spending"])
-            if spending.dataset != account.dataset or spending.event is None:
+            if canonical(spending.dataset) != account.dataset or spending.event is None:
                 raise PrivacyError(f"entry {entry.position} of the ledger charges nothing, or others")
             check_spending(spending)
             return replace(account, charges=(*account.charges, Charge(entry.hash, spending)))

@@ -33,7 +33,7 @@ from sqlalchemy.pool import NullPool
 
 from confide.errors import PrivacyError
 from confide.privacy import chain
-from confide.privacy.account import Account, accounts
+from confide.privacy.account import Account, accounts, canonical
 from confide.privacy.chain import Entry
 from confide.privacy.composition import check_spending
 from confide.privacy.statement import Spending
@@ -104,13 +104,13 @@ class Ledger:
         check_spending(spending)
         if spending.event is None or spending.steps_run:
             raise PrivacyError(f"run {spending.run} has nothing to charge, or ran before it was charged")
-        _check_name(spending.dataset)
+        dataset = _checked_name(spending.dataset)
 
         def admitted(account: Account) -> None:
             account.admit(spending)
 
         value = {"kind": "reserve", "spending": spending.model_dump(mode="json")}
-        return self._append(spending.dataset, value, admitted)
+        return self._append(dataset, value, admitted)
 
     def settle(self, entry: Entry, steps_run: Mapping[str, int]) -> Entry:
         """Note which steps ran, per stream; the planned ones stay charged.
@@ -128,8 +128,8 @@ class Ledger:
     def cap(self, dataset: str, epsilon: float, delta: float) -> Entry:
         """Limit what all runs on a data set may spend together, from now on; replaces an earlier cap."""
         budget = Budget(epsilon, delta)
-        _check_name(dataset)
-        return self._append(dataset, {"kind": "cap", "epsilon": budget.epsilon, "delta": budget.delta})
+        value = {"kind": "cap", "epsilon": budget.epsilon, "delta": budget.delta}
+        return self._append(_checked_name(dataset), value)
 
     def entries(self) -> tuple[Entry, ...]:
         """Every entry, with all hashes checked."""
@@ -142,7 +142,8 @@ class Ledger:
 
     def account(self, dataset: str) -> Account:
         """What was spent on one data set, which may be unknown yet."""
-        return self.accounts().get(dataset, Account(dataset))
+        name = canonical(dataset)
+        return self.accounts().get(name, Account(name))
 
     def head(self) -> str:
         """The hash that covers all entries."""
@@ -220,9 +221,10 @@ def _create(connection: Connection) -> None:
         connection.execute(insert(_schema).values(schema=SCHEMA))
 
 
-def _check_name(dataset: str) -> None:
+def _checked_name(dataset: str) -> str:
     if not dataset.strip() or not dataset.isprintable():
         raise PrivacyError(f"{dataset!r} can't name a data set; use printable characters")
+    return canonical(dataset)
 
 
 def _data_folder() -> Path:
