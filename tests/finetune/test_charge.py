@@ -16,7 +16,6 @@ from confide.errors import PrivacyError
 from confide.finetune import loop, run
 from confide.finetune.run import FineTuned, PublicBase, finetune, prepare
 from confide.finetune.settings import Settings
-from confide.gradients.keys import Keys
 from confide.privacy.account import Charge
 from confide.privacy.composition import check
 from confide.privacy.ledger import Ledger
@@ -44,10 +43,10 @@ def ledger() -> Ledger:
 
 @pytest.fixture
 def tune(base: PublicBase, make_task: MakeTask, ledger: Ledger) -> Callable[..., FineTuned]:
-    def tune(keys: Keys | None = None, **settings: Any) -> FineTuned:
+    def tune(simulate: int | None = None, **settings: Any) -> FineTuned:
         chosen = Settings.model_validate(SMALL | settings)
         prepared = prepare(make_task(), base, chosen.max_length)
-        return finetune(prepared, base, chosen, dataset="clinic", keys=keys, ledger=ledger)
+        return finetune(prepared, base, chosen, dataset="clinic", simulate=simulate, ledger=ledger)
 
     return tune
 
@@ -92,7 +91,7 @@ def test_the_reservation_is_on_disk_before_the_first_draw(
 
 def test_what_claims_nothing_is_not_charged(tune: Callable[..., FineTuned], ledger: Ledger) -> None:
     assert tune(method="non-private").statement.ledger is None
-    assert tune(Keys.fixed(1)).statement.ledger is None
+    assert tune(1).statement.ledger is None
     assert ledger.entries() == ()
 
 

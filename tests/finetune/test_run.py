@@ -41,9 +41,9 @@ def base(tiny_base: Path) -> PublicBase:
     return PublicBase.of(str(tiny_base))
 
 
-def tune(base: PublicBase, task: TaskData, keys: Keys | None = None, **settings: Any) -> FineTuned:
+def tune(base: PublicBase, task: TaskData, simulate: int | None = None, **settings: Any) -> FineTuned:
     chosen = Settings.model_validate(SMALL | settings)
-    return finetune(prepare(task, base, chosen.max_length), base, chosen, keys=keys)
+    return finetune(prepare(task, base, chosen.max_length), base, chosen, simulate=simulate)
 
 
 @pytest.mark.parametrize("method", ["dp-adamw", "dp-merging"])
@@ -107,7 +107,7 @@ def test_without_noise_nothing_is_claimed(base: PublicBase, make_task: MakeTask)
 
 
 def test_with_fixed_keys_nothing_is_claimed(base: PublicBase, make_task: MakeTask) -> None:
-    statement = tune(base, make_task(), Keys.fixed(1), method="dp-adamw").statement
+    statement = tune(base, make_task(), 1, method="dp-adamw").statement
     assert statement.claim is None
     assert statement.no_claim is not None
     assert "simulation" in statement.no_claim
@@ -125,7 +125,7 @@ def test_fixed_keys_replay_and_every_other_run_has_its_own(
 
     monkeypatch.setattr(Keys, "fresh", fresh)
     task = make_task()
-    runs = [tune(base, task, keys) for keys in (Keys.fixed(1), Keys.fixed(1), None, None)]
+    runs = [tune(base, task, number) for number in (1, 1, None, None)]
     heads = [tuned.adapted.classifier.model.get_parameter("classifier.weight") for tuned in runs]
     assert torch.equal(heads[0], heads[1])
     assert not torch.equal(heads[2], heads[3])
@@ -245,10 +245,10 @@ def test_methods_share_what_was_prepared(base: PublicBase, make_task: MakeTask) 
     """Features of the frozen blocks are the base's, whichever method computed them."""
     settings = Settings.model_validate(SMALL)
     prepared = prepare(make_task(), base, settings.max_length)
-    first = finetune(prepared, base, settings, keys=Keys.fixed(1))
-    finetune(prepared, base, Settings.model_validate(SMALL | {"method": "dp-adamw"}), keys=Keys.fixed(2))
-    again = finetune(prepared, base, settings, keys=Keys.fixed(1))
-    alone = tune(base, make_task(), Keys.fixed(1))
+    first = finetune(prepared, base, settings, simulate=1)
+    finetune(prepared, base, Settings.model_validate(SMALL | {"method": "dp-adamw"}), simulate=2)
+    again = finetune(prepared, base, settings, simulate=1)
+    alone = tune(base, make_task(), 1)
     heads = [t.adapted.classifier.model.get_parameter("classifier.weight") for t in (first, again, alone)]
     assert torch.equal(heads[0], heads[1])
     assert torch.equal(heads[0], heads[2])

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from confide.errors import ModelError, ReleaseError
 from confide.finetune.run import FineTuned, PublicBase, finetune, prepare
 from confide.finetune.settings import Settings
-from confide.gradients.keys import Keys
 from confide.merging.merge import merge
 from confide.models.releases import load_release
 from confide.release.hashes import file_hash
@@ -27,7 +26,7 @@ def tuned(tiny_base: Path, make_task: Callable[..., TaskData]) -> dict[str, Fine
     base = PublicBase.of(str(tiny_base))
     settings = Settings(method="dp-adamw", steps=1, expected_batch=10, max_length=20, head_learning_rate=0.2)
     return {
-        name: finetune(prepare(make_task(name, seed=seed), base, 20), base, settings, keys=Keys.fixed(seed))
+        name: finetune(prepare(make_task(name, seed=seed), base, 20), base, settings, simulate=seed)
         for seed, name in enumerate(("films", "plays"), start=1)
     }
 

@@ -133,4 +133,5 @@ def test_delta() -> None:
 def test_delta_warning() -> None:
     assert delta_warning(1e-6, 1000) is None
     assert "random record" in (delta_warning(1 / 1000, 1000) or "")
-    assert delta_warning(1 / 10_000, 1000) is not None
+    assert delta_warning(1 / 10_000, 1000) is None  # what auto gives for large n
+    assert delta_warning(1.01 / 10_000, 1000) is not None

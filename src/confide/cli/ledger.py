@@ -31,7 +31,7 @@ def show(
 ) -> None:
     """What was spent on each data set, or on one run by run."""
     from confide.errors import PrivacyError
-    from confide.privacy.account import canonical
+    from confide.privacy.composition import canonical
 
     book = _open(ledger)
     found = book.accounts()

@@ -83,7 +83,7 @@ def _print(report: MergeReport, out: Path) -> None:
     )
     claim = report.statement.claim
     if claim:
-        print(f"Claim: ({round_up(claim.epsilon)}, {claim.delta:.3g})-DP, {_how(report)}.")
+        print(f"Claim: ({round_up(claim.epsilon)}, {round_up(claim.delta, 3)})-DP, {_how(report)}.")
     else:
         print(f"No claim: {report.statement.no_claim}")
     print(f"Written to {out}; `confide privacy show {out}` recomputes the claim.")

@@ -82,7 +82,6 @@ def train(
     from confide.errors import ConfigError
     from confide.files import new_folder, write_json
     from confide.finetune.run import PublicBase, finetune, plan, prepare
-    from confide.gradients.keys import Keys
     from confide.models.backbones import load_classifier
     from confide.tasks.files import read_task
 
@@ -134,7 +133,7 @@ def train(
             public,
             settings,
             dataset=dataset,
-            keys=None if simulate is None else Keys.fixed(simulate),
+            simulate=simulate,
             ledger=book,
             progress=progress,
         )

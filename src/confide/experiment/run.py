@@ -24,6 +24,7 @@ from confide.models.adapters import plain_state
 from confide.models.releases import load_release
 from confide.privacy.composition import compose, per_dataset
 from confide.privacy.statement import Claim, Statement
+from confide.privacy.words import round_up
 from confide.report.findings import findings
 from confide.report.study import MethodFacts, Row, Study, TaskFacts
 from confide.tasks import registry
@@ -146,7 +147,8 @@ def model_folder(out: Path, method: str, seed: int, task: str) -> Path:
 
 
 def _methods(plan: Plan) -> list[str]:
-    return [*([PRETRAINED] if plan.pretrained is not None else []), *plan.methods]
+    # The head comes last: what it reads is computed from what the others read, not from the tokens again.
+    return [*plan.methods, *([PRETRAINED] if plan.pretrained is not None else [])]
 
 
 def _note(seen: _Seen, trained: FineTuned, method: str, base: PublicBase, seconds: float) -> None:
@@ -230,11 +232,12 @@ def _claims(plan: Plan, seen: _Seen) -> tuple[str, ...]:
     if not claims:
         return ("No method of this study is private, so nothing is claimed.",)
     methods = ", ".join(dict.fromkeys(method for method, _ in claims))
+    epsilon = round_up(max(claim.epsilon for claim in claims.values()))
+    delta = round_up(max(claim.delta for claim in claims.values()), 3)
     lines = [
         f"Every model of {methods} is (ε, δ)-differentially private for adding or removing any one unit of "
-        f"its task's training data, with ε at most {max(c.epsilon for c in claims.values()):.4g} and δ at "
-        f"most {max(c.delta for c in claims.values()):.3g}. The statement in each release says what a unit "
-        "is, and holds the events from which anybody can recompute this.",
+        f"its task's training data, with ε at most {epsilon} and δ at most {delta}. The statement in each "
+        "release says what a unit is, and holds the events from which anybody can recompute this.",
         "A merge costs each unit what its own task's model cost: the tasks are declared to share no record, "
         "and this run found no text of one in another."
         if plan.disjoint
@@ -248,9 +251,10 @@ def _claims(plan: Plan, seen: _Seen) -> tuple[str, ...]:
     )
     costs = per_dataset(together)
     if len(claims) > 1 and costs:
+        spent = round_up(max(claim.epsilon for claim in costs.values()))
         lines.append(
             f"The claim is for one model of a task. Whoever publishes all {len(claims)} private ones of a "
-            f"task spends up to ε = {max(claim.epsilon for claim in costs.values()):.4g} on its records."
+            f"task spends up to ε = {spent} on its records."
         )
     return tuple(lines)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from confide import files
-from confide.errors import ReleaseError
+from confide.errors import ModelError, ReleaseError
 from confide.finetune import methods
 from confide.finetune.binding import Anchor, Binding
 from confide.finetune.charge import charged
@@ -23,10 +23,12 @@ from confide.finetune.prepare import (
     micro_batches,
     silent,
 )
+from confide.finetune.selfcheck import check_rows_are_independent
 from confide.finetune.settings import Settings
 from confide.gradients.keys import Keys
 from confide.models.adapters import Adapted, adapt, plain_state
 from confide.models.backbones import Classifier, load_classifier, resolve
+from confide.privacy import statement as statements
 from confide.privacy.calibration import calibrate, resolve_delta
 from confide.privacy.composition import new_run, training_spending, training_statement
 from confide.privacy.statement import Base, Statement
@@ -54,8 +56,17 @@ class PublicBase:
 
     @classmethod
     def of(cls, name: str) -> PublicBase:
-        """Resolve a folder, `package:NAME` or hub id, and hash its encoder."""
+        """Resolve a folder, `package:NAME` or hub id, and hash its encoder.
+
+        Raises:
+            ModelError: nothing is there, or it is a release, whose weights depend on records.
+        """
         folder = resolve(name)
+        if (folder / statements.FILE_NAME).exists():
+            raise ModelError(
+                f"{name} is a release that states what it spent on records, not a public base; training "
+                "on it would leave that out of the claim. Train from the public model underneath"
+            )
         # A release tells the world the model's name, not where it lies on its owner's machine.
         public = folder.resolve().name if Path(name).expanduser().is_dir() else name
         return cls(folder, Base(name=public, hash=base_hash(folder)))
@@ -150,7 +161,7 @@ def finetune(
     settings: Settings,
     *,
     dataset: str | None = None,
-    keys: Keys | None = None,
+    simulate: int | None = None,
     ledger: Ledger | None = None,
     on_plan: Callable[[Schedule], None] = lambda schedule: None,
     progress: Progress = silent,
@@ -160,8 +171,8 @@ def finetune(
     Args:
         prepared: the task's records under this base.
         dataset: the name that its owner gave the data; the task's own if None.
-        keys: None for fresh ones from the operating system; fixed ones make a simulation, whose statement
-            claims nothing.
+        simulate: None draws fresh keys from the operating system, for this run only. A number fixes noise and
+            sampling, so that the run can be repeated and its statement claims nothing.
         ledger: charged for the whole schedule before the first draw, and refunded only if the run fails
             before its first noisy query; runs that claim nothing are not charged.
         on_plan: called with the calibrated schedule before anything looks at a record.
@@ -175,7 +186,8 @@ def finetune(
     """
     task = prepared.task
     check_task_name(task.name)
-    keys = keys or Keys.fresh()
+    # Keys are made here, never handed in: two runs with the same noise would give it away.
+    keys = Keys.fresh() if simulate is None else Keys.fixed(simulate)
     classifier = load_classifier(base.folder, task.labels, settings.seed)
     adapted, schedule, delta = plan(task, classifier, settings)
     on_plan(schedule)
@@ -192,6 +204,8 @@ def finetune(
     with charged(ledger, spending) as charge:
         inputs = prepared.inputs(classifier, adapted.first_block, "train", progress)
         module, forward = forward_of(classifier, adapted.first_block, inputs)
+        if schedule.private:
+            check_rows_are_independent(classifier, forward, inputs)
         named = dict(classifier.model.named_parameters())
         binding = Binding(
             module=module,

@@ -316,6 +316,10 @@ def _refuse_mode(model: nn.Module) -> None:
             "float32 matrix products have reduced precision, which voids the clipping bound; call "
             'torch.set_float32_matmul_precision("highest")'
         )
+    if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
+        raise ModelError(
+            "autocast would take norms and sums in half precision, which voids the clipping bound"
+        )
     for path, module in model.named_modules():
         kind = type(module).__name__
         if not module.training:

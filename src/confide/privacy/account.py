@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from confide.errors import PrivacyError
 from confide.privacy import accountant, calibration, rdp_filter
 from confide.privacy.chain import Entry
-from confide.privacy.composition import check_spending, common_adjacency
+from confide.privacy.composition import canonical, check_spending, common_adjacency
 from confide.privacy.events import Composed, PoissonGaussian
 from confide.privacy.statement import Claim, Spending
 from confide.privacy.streams import Adjacency, Budget
@@ -177,11 +177,6 @@ class Account:
                 f"runs on {self.dataset} protect different units ({', '.join(units)}), which have no common "
                 "claim; give the data set one unit, or another name"
             )
-
-
-def canonical(dataset: str) -> str:
-    """Names that differ in case or blanks only are one data set: the other guess would count too little."""
-    return " ".join(dataset.split()).casefold()
 
 
 def accounts(entries: Sequence[Entry]) -> dict[str, Account]:

@@ -83,10 +83,10 @@ def resolve_delta(delta: float | str, units: int) -> float:
 
 def delta_warning(delta: float, units: int) -> str | None:
     """Why this δ protects little, or None."""
-    if delta < 1 / (10 * units):
+    if delta <= 1 / (10 * units):
         return None
     return (
-        f"delta = {delta:.2g} is at least 1/(10n) = {1 / (10 * units):.2g}: publishing one random record "
+        f"delta = {delta:.2g} is above 1/(10n) = {1 / (10 * units):.2g}: publishing one random record "
         f"outright satisfies (0, 1/n)-DP, so such a delta hardly protects anyone; use delta auto"
     )
 

@@ -11,7 +11,8 @@ from typing import Literal
 from confide.errors import PrivacyError
 from confide.privacy import words
 from confide.privacy.accountant import epsilon
-from confide.privacy.events import Composed
+from confide.privacy.calibration import delta_warning
+from confide.privacy.events import Composed, leaves
 from confide.privacy.statement import Base, Claim, LedgerEntry, Spending, Statement
 from confide.privacy.streams import Adjacency, Schedule
 
@@ -177,6 +178,9 @@ def compose(
     if no_claim is None:
         claim, no_claim = _claim(spendings, disjoint=disjoint)
     datasets = tuple(dict.fromkeys(spending.dataset for spending in spendings))
+    if claim:
+        warnings = {s.dataset: delta_warning(claim.delta, s.units) for s in spendings}
+        sentences.update({f"{name}: {warning}.": None for name, warning in warnings.items() if warning})
     if disjoint and len(datasets) > 1:
         sentences[words.disjointness(datasets)] = None
     return Statement(
@@ -262,8 +266,8 @@ def _claim(
     if len(units) > 1 and not disjoint:
         listed = ", ".join(f"{spending.dataset}: {spending.unit}" for spending in spendings)
         return None, f"the data sets protect different units ({listed}), which have no common claim"
-    for dataset in {spending.dataset for spending in spendings}:
-        named = {spending.unit for spending in spendings if spending.dataset == dataset}
+    for dataset in {canonical(spending.dataset) for spending in spendings}:
+        named = {spending.unit for spending in spendings if canonical(spending.dataset) == dataset}
         if len(named) > 1:
             return None, f"runs on {dataset} protect different units ({', '.join(sorted(named))})"
     if delta is None:
@@ -291,11 +295,18 @@ def common_adjacency(spendings: Sequence[Spending]) -> Adjacency:
 
 def _by_dataset(spendings: Sequence[Spending]) -> dict[str, Composed]:
     """Everything that looked at each data set: two runs on one data set are never disjoint."""
+    names: dict[str, str] = {}
     events: dict[str, list[Composed]] = {}
     for spending in spendings:
         if spending.event is not None:
-            events.setdefault(spending.dataset, []).append(spending.event)
+            name = names.setdefault(canonical(spending.dataset), spending.dataset)
+            events.setdefault(name, []).append(spending.event)
     return {dataset: Composed(tuple(parts)) for dataset, parts in events.items()}
+
+
+def canonical(dataset: str) -> str:
+    """Names that differ in case or blanks only are one data set: the other guess would claim too little."""
+    return " ".join(dataset.split()).casefold()
 
 
 def check_spending(spending: Spending) -> None:
@@ -309,6 +320,8 @@ def check_spending(spending: Spending) -> None:
         if not spending.no_claim:
             raise PrivacyError(f"{where} has no event and doesn't say why")
         return
+    if not leaves(spending.event):
+        raise PrivacyError(f"{where} has an event in which nothing was asked; it says nothing about the run")
     if spending.delta is None or not 0 < spending.delta < 1:
         raise PrivacyError(f"{where} has no delta between 0 and 1")
     schedule = spending.schedule

@@ -33,9 +33,9 @@ from sqlalchemy.pool import NullPool
 
 from confide.errors import PrivacyError
 from confide.privacy import chain
-from confide.privacy.account import Account, accounts, canonical
+from confide.privacy.account import Account, accounts
 from confide.privacy.chain import Entry
-from confide.privacy.composition import check_spending
+from confide.privacy.composition import canonical, check_spending
 from confide.privacy.statement import Spending
 from confide.privacy.streams import Budget
 

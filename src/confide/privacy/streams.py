@@ -190,8 +190,9 @@ class Schedule:
                         f"{parameter} belongs to streams {owner[parameter]!r} and {stream.name!r}"
                     )
                 owner[parameter] = stream.name
-            if rates.setdefault(stream.draw, stream.sampling_rate) != stream.sampling_rate:
-                raise PrivacyError(f"streams on draw {stream.draw!r} state different sampling rates")
+            for draw in {stream.draw, stream.ascent_draw}:
+                if rates.setdefault(draw, stream.sampling_rate) != stream.sampling_rate:
+                    raise PrivacyError(f"streams on draw {draw!r} state different sampling rates")
 
     @property
     def parameters(self) -> tuple[str, ...]:

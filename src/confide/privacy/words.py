@@ -38,11 +38,14 @@ def assumptions(
         "Hyper-parameters were not chosen privately: trying several settings on the same records, and "
         "keeping the best, is not accounted for.",
         f"The number of units of {dataset} ({units}) is public, and so is what follows from it: sampling "
-        "rate, steps and delta.",
+        f"rate, steps and delta. {dataset} is what the model was trained on; if a test part was split off "
+        "before, which records are in which part is public too.",
         "The claim holds against somebody who sees every noisy update; who sees only the final model sees "
         "less than the accounting assumes.",
         "The base model is public. If its own training data held these records, this claim doesn't cover it.",
         "Running time, memory and aborted runs are not protected.",
+        "The bound is for exact arithmetic on the noisy sums; noise is drawn and added in float64, and the "
+        "rounding of floating point is not part of it.",
     ]
     if unit != "record":
         sentences.append(
