@@ -32,6 +32,17 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _ledger_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> None:
+    os.environ["CONFIDE_LEDGER"] = str(tmp_path_factory.mktemp("ledger") / "ledger.sqlite")
+
+
+@pytest.fixture(autouse=True)
+def _own_ledger(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test writes into its user's ledger, and none sees what another one spent."""
+    monkeypatch.setenv("CONFIDE_LEDGER", str(tmp_path_factory.mktemp("ledger") / "ledger.sqlite"))
+
+
 @pytest.fixture(scope="session")
 def make_base(tmp_path_factory: pytest.TempPathFactory) -> MakeBase:
     """Saves a BERT of a few thousand parameters; keywords go to its configuration."""

@@ -74,6 +74,7 @@ def train(
     *,
     base: str,
     dataset: str,
+    ledger: str | None = None,
     **settings: Any,
 ) -> FineTuned:
     """Fine-tune a classifier on a task's training records.
@@ -81,15 +82,19 @@ def train(
     Args:
         task: from `read_task` or `load_task`.
         base: a folder, `package:NAME`, or a Hugging Face id.
-        dataset: the name of the data set in the statement.
+        dataset: the name of the data set in the statement and the ledger.
+        ledger: file or URL that the run is charged to; `none` for no charge; the default one if left out.
         settings: any of `Settings`: method, epsilon, delta, steps, …
 
     Returns:
         The trained model; `.release(folder)` writes it, `.statement` is its claim. The rest is private.
     """
+    from confide.privacy.ledger import Ledger
+
     public = PublicBase.of(base)
     chosen = Settings.model_validate(settings)
-    return finetune(prepare(task, public, chosen.max_length), public, chosen, dataset=dataset)
+    book = Ledger.open(ledger) if ledger != "none" and chosen.method != "non-private" else None
+    return finetune(prepare(task, public, chosen.max_length), public, chosen, dataset=dataset, ledger=book)
 
 
 def merge(

@@ -102,3 +102,19 @@ def test_ctrl_c_keeps_whole_releases_only(
     for folder in found:
         verify(folder)
     assert not list((tmp_path / "out").rglob("*.partial"))
+
+
+def test_studies_on_own_files_are_charged(
+    confide: Confide, study: Callable[..., Path], tmp_path: Path
+) -> None:
+    ledger = tmp_path / "ledger.sqlite"
+    plan = study(methods={"non-private": {}, "dp-adamw": {}}, merges=[])
+    assert confide("run", plan, "--out", tmp_path / "out", "--ledger", ledger).code == 0
+    found = confide("ledger", "show", "--ledger", ledger, "--json").json()["datasets"]
+    assert [(row["dataset"], len(row["charges"])) for row in found] == [("films", 1), ("plays", 1)]
+    (charge,) = found[0]["charges"]
+    assert charge["state"] == "settled"
+    answer = confide("ledger", "cap", "plays", "--epsilon", 4, "--delta", 1e-6, "--ledger", ledger)
+    assert answer.code == 0
+    message = confide("run", plan, "--out", tmp_path / "again", "--ledger", ledger).message()
+    assert "the cap on plays" in message

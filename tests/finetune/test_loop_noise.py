@@ -177,6 +177,7 @@ def test_an_ascent_along_pure_noise_has_the_radius(bert: Callable[..., Bound]) -
         bound.binding,
         stream_for(bound, ascent="paired", ascent_radius=0.25, ascent_noise=1.0, **NOISY),
         Keys.fixed(0),
+        lambda: None,
     )
     plain = runner._noisy_mean
 

@@ -15,17 +15,26 @@ def run(
     plan: Annotated[Path, typer.Argument(help="The study: base, tasks, methods, merges (YAML).")],
     out: Annotated[Path, typer.Option(help="Folder for releases and report.")],
     fast: Annotated[bool, typer.Option("--fast", help="The file's shorter variant, for a taste.")] = False,
+    ledger: Annotated[
+        str | None,
+        typer.Option(
+            help="File or URL that tasks from own files are charged to, or none; the default one if left out."
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print results.json on stdout.")] = False,
 ) -> None:
     """Train, merge and score everything that a study names, and write its report."""
+    from confide.cli.ledger import ledger_for_training
     from confide.experiment.plan import read
     from confide.experiment.run import run as run_study
     from confide.report.html import write_report
     from confide.report.tables import print_study
 
     study_plan = read(plan, fast=fast)
+    own = any(task.data is not None for task in study_plan.tasks)
+    book = ledger_for_training(ledger) if own else None
     with progress_bars(show=not json) as progress:
-        study = run_study(study_plan, out, progress)
+        study = run_study(study_plan, out, progress, book)
     write_report(study, out / "report")
     if json:
         print_json(study.results())

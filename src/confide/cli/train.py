@@ -70,10 +70,15 @@ def train(
         int | None,
         typer.Option(help="Fix noise and sampling by this number: repeatable, and claims nothing."),
     ] = None,
+    ledger: Annotated[
+        str | None,
+        typer.Option(help="File or URL that the run is charged to, or none; the default one if left out."),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be spent, and stop.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Fine-tune a classifier on your own records under differential privacy."""
+    from confide.cli.ledger import ledger_for_training
     from confide.errors import ConfigError
     from confide.files import new_folder, write_json
     from confide.finetune.run import PublicBase, finetune, plan, prepare
@@ -120,6 +125,8 @@ def train(
         trained = sum(named[name].numel() for name in schedule.parameters)
         _show_plan(records, schedule, planned, trained, json=json)
         return
+    claims = method != "non-private" and simulate is None
+    book = ledger_for_training(ledger) if claims else None
     with progress_bars(show=not json) as progress:
         result = finetune(
             prepare(records, public, settings.max_length),
@@ -127,6 +134,7 @@ def train(
             settings,
             dataset=dataset,
             simulate=simulate,
+            ledger=book,
             progress=progress,
         )
         score = result.score()

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -33,6 +34,9 @@ from confide.tasks.metrics import score
 from confide.tasks.overlap import check_disjoint
 from confide.tasks.records import TaskData
 
+if TYPE_CHECKING:
+    from confide.privacy.ledger import Ledger
+
 PRETRAINED = "pretrained"
 INDIVIDUAL = "individual"
 
@@ -47,13 +51,15 @@ class _Seen:
     first_blocks: dict[str, int] = field(default_factory=dict)
 
 
-def run(plan: Plan, out: Path, progress: Progress) -> Study:
+def run(plan: Plan, out: Path, progress: Progress, ledger: Ledger | None = None) -> Study:
     """Run a study; releases land in `out`/models and `out`/merged.
 
     Args:
         plan: from `experiment.plan.read`.
         out: a folder without an earlier study in it.
         progress: called with (what, done, total).
+        ledger: charged for every private run on a task from somebody's own file, under the task's name; the
+            registered tasks are public corpora and are not charged.
 
     Raises:
         ConfigError: `out` holds a study already.
@@ -79,7 +85,8 @@ def run(plan: Plan, out: Path, progress: Progress) -> Study:
             if task.name not in prepared:
                 prepared[task.name] = prepare(task, base, settings.max_length)
             before = time.monotonic()
-            trained = finetune(prepared[task.name], base, settings, progress=progress)
+            book = ledger if plan.tasks[number].data is not None else None
+            trained = finetune(prepared[task.name], base, settings, ledger=book, progress=progress)
             seconds = time.monotonic() - before
             trained.release(model_folder(out, method, seed, task.name))
             _note(seen, trained, method, base, seconds)

@@ -48,6 +48,7 @@ def train(
     schedule: Schedule,
     keys: Keys,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    first_query: Callable[[], None] = lambda: None,
 ) -> History:
     """Execute the schedule; the bound parameters hold the result.
 
@@ -58,6 +59,8 @@ def train(
     Args:
         keys: address noise and draws; fixed keys make the run a simulation.
         progress: called with (steps done, steps planned).
+        first_query: called once, just before the first noise is drawn; if it never was, no query was
+            answered.
 
     Raises:
         ModelError: a parameter of the schedule is not bound, or can't be clipped exactly.
@@ -65,9 +68,10 @@ def train(
     unbound = [name for name in schedule.parameters if name not in binding.parameters]
     if unbound:
         raise ModelError(f"the schedule trains {unbound[0]}, which the model does not have")
+    report = _once(first_query)
     runners: dict[str, list[_StreamRunner]] = {}
     for stream in schedule.streams:
-        runners.setdefault(stream.draw, []).append(_StreamRunner(binding, stream, keys))
+        runners.setdefault(stream.draw, []).append(_StreamRunner(binding, stream, keys, report))
     history = History()
     total = max(stream.steps for stream in schedule.streams)
     for step in range(total):
@@ -82,8 +86,19 @@ def train(
     return history
 
 
+def _once(call: Callable[[], None]) -> Callable[[], None]:
+    pending = [call]
+
+    def report() -> None:
+        if pending:
+            pending.pop()()
+
+    return report
+
+
 class _StreamRunner:
-    def __init__(self, binding: Binding, stream: Stream, keys: Keys) -> None:
+    def __init__(self, binding: Binding, stream: Stream, keys: Keys, report: Callable[[], None]) -> None:
+        self.report = report  # before every noise
         self.binding = binding
         self.stream = stream
         self.keys = keys
@@ -155,6 +170,7 @@ class _StreamRunner:
         if record is not None:
             record.units = len(drawn)
         if sigma:
+            self.report()
             generator = self.keys.noise.generator(self.stream.name, step, query)
             sums = add_noise(sums, sigma * self.stream.clipping.bound, generator)
         for value in sums.values():

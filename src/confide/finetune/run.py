@@ -7,11 +7,13 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from confide import files
 from confide.errors import ModelError, ReleaseError
 from confide.finetune import methods
 from confide.finetune.binding import Anchor, Binding
+from confide.finetune.charge import charged
 from confide.finetune.loop import History, train
 from confide.finetune.prepare import (
     Prepared,
@@ -28,7 +30,7 @@ from confide.models.adapters import Adapted, adapt, plain_state
 from confide.models.backbones import Classifier, load_classifier, resolve
 from confide.privacy import statement as statements
 from confide.privacy.calibration import calibrate, resolve_delta
-from confide.privacy.composition import new_run, training_statement
+from confide.privacy.composition import new_run, training_spending, training_statement
 from confide.privacy.statement import Base, Statement
 from confide.privacy.streams import Budget, Schedule
 from confide.release.format import WEIGHTS, Head, ReleaseInfo
@@ -38,6 +40,9 @@ from confide.release.write import check_task_name, write_release
 from confide.tasks.evaluate import predict
 from confide.tasks.metrics import score
 from confide.tasks.records import TaskData
+
+if TYPE_CHECKING:
+    from confide.privacy.ledger import Ledger
 
 _STEP_TOKENS = 8192
 
@@ -157,6 +162,7 @@ def finetune(
     *,
     dataset: str | None = None,
     simulate: int | None = None,
+    ledger: Ledger | None = None,
     on_plan: Callable[[Schedule], None] = lambda schedule: None,
     progress: Progress = silent,
 ) -> FineTuned:
@@ -167,6 +173,8 @@ def finetune(
         dataset: the name that its owner gave the data; the task's own if None.
         simulate: None draws fresh keys from the operating system, for this run only. A number fixes noise and
             sampling, so that the run can be repeated and its statement claims nothing.
+        ledger: charged for the whole schedule before the first draw, and refunded only if the run fails
+            before its first noisy query; runs that claim nothing are not charged.
         on_plan: called with the calibrated schedule before anything looks at a record.
         progress: called with (what, done, total).
 
@@ -183,33 +191,50 @@ def finetune(
     classifier = load_classifier(base.folder, task.labels, settings.seed)
     adapted, schedule, delta = plan(task, classifier, settings)
     on_plan(schedule)
-    inputs = prepared.inputs(classifier, adapted.first_block, "train", progress)
-    module, forward = forward_of(classifier, adapted.first_block, inputs)
-    if schedule.private:
-        check_rows_are_independent(classifier, forward, inputs)
-    named = dict(classifier.model.named_parameters())
-    binding = Binding(
-        module=module,
-        forward=forward,
-        parameters={name: named[name] for name in schedule.parameters},
-        batch=inputs.batch,
-        micro_batches=micro_batches(inputs, _STEP_TOKENS),
-        labels=labels_of(task),
-        units=task.train.units,
-        anchor_gradient=Anchor(adapted).gradient,
+    run, dataset, units = new_run(), dataset or task.name, task.train.units
+    spending = training_spending(
+        schedule,
+        delta=delta,
+        dataset=dataset,
+        units=units.count,
+        run=run,
+        steps_run={},
+        simulated=keys.simulated,
     )
-    history = train(
-        binding, schedule, keys, lambda done, total: progress(f"{settings.method}, {task.name}", done, total)
-    )
+    with charged(ledger, spending) as charge:
+        inputs = prepared.inputs(classifier, adapted.first_block, "train", progress)
+        module, forward = forward_of(classifier, adapted.first_block, inputs)
+        if schedule.private:
+            check_rows_are_independent(classifier, forward, inputs)
+        named = dict(classifier.model.named_parameters())
+        binding = Binding(
+            module=module,
+            forward=forward,
+            parameters={name: named[name] for name in schedule.parameters},
+            batch=inputs.batch,
+            micro_batches=micro_batches(inputs, _STEP_TOKENS),
+            labels=labels_of(task),
+            units=units,
+            anchor_gradient=Anchor(adapted).gradient,
+        )
+        history = train(
+            binding,
+            schedule,
+            keys,
+            lambda done, total: progress(f"{settings.method}, {task.name}", done, total),
+            charge.first_query,
+        )
+    entry = charge.settle(history.steps_run)
     statement = training_statement(
         schedule=schedule,
         delta=delta,
-        dataset=dataset or task.name,
-        units=task.train.units.count,
-        run=new_run(),
+        dataset=dataset,
+        units=units.count,
+        run=run,
         base=base.identity,
         steps_run=history.steps_run,
         labels_from=task.labels_from,
         simulated=keys.simulated,
+        ledger=entry,
     )
     return FineTuned(prepared, adapted, settings, schedule, history, statement)

@@ -159,25 +159,47 @@ def _interval(groups: Sequence[PoissonGaussian]) -> float:
 
 def _rdp(groups: Sequence[PoissonGaussian], delta: float, adjacency: Adjacency) -> float:
     """ε by RDP; infinite where no order gives a finite one."""
-    try:
-        with np.errstate(all="ignore"), _quiet():
-            if adjacency == "add-or-remove-one":
-                accountant = rdp.RdpAccountant(ORDERS)
-                accountant.compose(_as_dp_event(groups))
-                divergences = accountant.rdp
-            else:
-                divergences = np.zeros(len(ORDERS))
-                for group in groups:
-                    q, sigma = group.sampling_rate, group.noise_multipliers[0]
-                    divergences += group.steps * renyi_replace_one(q, sigma, ORDERS)
-    except (ArithmeticError, ValueError):
-        return math.inf
+    divergences = _divergences(groups, adjacency, ORDERS)
     finite = np.isfinite(divergences)
     if not finite.any():
         return math.inf
     # Rounding can leave a divergence a hair below 0; dp-accounting would take it for ε = 0.
     orders, divergences = np.asarray(ORDERS)[finite], np.maximum(divergences[finite], 0.0)
     return float(compute_epsilon(orders, divergences, delta)[0])
+
+
+def renyi(
+    event: PoissonGaussian | Composed, adjacency: Adjacency, orders: Sequence[float] = ORDERS
+) -> npt.NDArray[np.float64]:
+    """Rényi divergences of everything in `event` together; the larger of both directions.
+
+    Args:
+        event: what looked at the records.
+        adjacency: which data sets are neighbours.
+        orders: (k,) orders above 1.
+
+    Returns:
+        (k,) infinite where an order can't be computed.
+    """
+    return _divergences(effective(event), adjacency, orders)
+
+
+def _divergences(
+    groups: Sequence[PoissonGaussian], adjacency: Adjacency, orders: Sequence[float]
+) -> npt.NDArray[np.float64]:
+    try:
+        with np.errstate(all="ignore"), _quiet():
+            if adjacency == "add-or-remove-one":
+                accountant = rdp.RdpAccountant(orders)
+                accountant.compose(_as_dp_event(groups))
+                return np.asarray(accountant.rdp, dtype=np.float64)
+            divergences = np.zeros(len(orders))
+            for group in groups:
+                q, sigma = group.sampling_rate, group.noise_multipliers[0]
+                divergences += group.steps * renyi_replace_one(q, sigma, orders)
+            return divergences
+    except (ArithmeticError, ValueError):
+        return np.full(len(orders), math.inf)
 
 
 def renyi_replace_one(

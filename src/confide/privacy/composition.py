@@ -13,7 +13,7 @@ from confide.privacy import words
 from confide.privacy.accountant import epsilon
 from confide.privacy.calibration import delta_warning
 from confide.privacy.events import Composed, leaves
-from confide.privacy.statement import Base, Claim, Spending, Statement
+from confide.privacy.statement import Base, Claim, LedgerEntry, Spending, Statement
 from confide.privacy.streams import Adjacency, Schedule
 
 _TOLERANCE = 1e-6  # relative; what another machine's floating point may change
@@ -24,38 +24,31 @@ def new_run() -> str:
     return secrets.token_hex(8)
 
 
-def training_statement(
+def training_spending(
     schedule: Schedule,
     *,
     delta: float | None,
     dataset: str,
     units: int,
     run: str,
-    base: Base,
     steps_run: Mapping[str, int],
-    labels_from: Literal["declared", "file"] = "declared",
     simulated: bool = False,
-    weights: Mapping[str, str] | None = None,
-) -> Statement:
-    """What one training run claims.
+) -> Spending:
+    """What one training run spends: the planned schedule, whatever runs.
 
-    The planned schedule is charged, whatever ran. A run without noise, or with a fixed noise or sampling
-    key (`simulated`), claims nothing and says why.
+    A run without noise, or with a fixed noise or sampling key (`simulated`), claims nothing and says why.
 
     Args:
-        schedule: the schedule that was executed.
+        schedule: the schedule that is executed.
         delta: δ; may be None only when nothing is claimed.
         dataset: the name its owner gave the data set.
         units: n, declared public.
         run: random identifier.
-        base: the public model that was fine-tuned.
-        steps_run: steps that ran, per stream.
-        labels_from: whether the labels were declared or read from the data.
+        steps_run: steps that ran, per stream; nothing before the run.
         simulated: whether the noise or the sampling can be replayed by others.
-        weights: SHA-256 by path; writing the release fills them in.
 
     Raises:
-        PrivacyError: a private run without δ, more steps run than planned, or no finite bound.
+        PrivacyError: a private run without δ, or more steps run than planned.
     """
     reason = None
     if not schedule.private:
@@ -78,7 +71,45 @@ def training_statement(
         schedule=schedule,
         steps_run=dict(steps_run),
     )
-    _check_spending(spending)
+    check_spending(spending)
+    return spending
+
+
+def training_statement(
+    schedule: Schedule,
+    *,
+    delta: float | None,
+    dataset: str,
+    units: int,
+    run: str,
+    base: Base,
+    steps_run: Mapping[str, int],
+    labels_from: Literal["declared", "file"] = "declared",
+    simulated: bool = False,
+    weights: Mapping[str, str] | None = None,
+    ledger: LedgerEntry | None = None,
+) -> Statement:
+    """What one training run claims.
+
+    Args:
+        schedule, delta, dataset, units, run, steps_run, simulated: as in `training_spending`.
+        base: the public model that was fine-tuned.
+        labels_from: whether the labels were declared or read from the data.
+        weights: SHA-256 by path; writing the release fills them in.
+        ledger: where the run was charged.
+
+    Raises:
+        PrivacyError: a private run without δ, more steps run than planned, or no finite bound.
+    """
+    spending = training_spending(
+        schedule,
+        delta=delta,
+        dataset=dataset,
+        units=units,
+        run=run,
+        steps_run=steps_run,
+        simulated=simulated,
+    )
     claim, no_claim = _claim((spending,), disjoint=False)
     sentences = words.assumptions(
         dataset=dataset,
@@ -96,6 +127,7 @@ def training_statement(
         weights=dict(weights or {}),
         spendings=(spending,),
         assumptions=sentences if claim else (),
+        ledger=ledger,
     )
 
 
@@ -183,7 +215,7 @@ def check(statement: Statement) -> None:
     if len(set(keys)) != len(keys):
         raise PrivacyError("the statement lists a run twice")
     for spending in statement.spendings:
-        _check_spending(spending)
+        check_spending(spending)
     claim = statement.claim
     if claim is None:
         if not statement.no_claim:
@@ -207,7 +239,7 @@ def per_dataset(statement: Statement) -> dict[str, Claim]:
     """What each data set's own units may lose, at the statement's δ; empty without a claim."""
     if statement.claim is None:
         return {}
-    adjacency = _adjacency(statement.spendings)
+    adjacency = common_adjacency(statement.spendings)
     return {
         dataset: epsilon(event, statement.claim.delta, adjacency)
         for dataset, event in _by_dataset(statement.spendings).items()
@@ -234,8 +266,8 @@ def _claim(
     if len(units) > 1 and not disjoint:
         listed = ", ".join(f"{spending.dataset}: {spending.unit}" for spending in spendings)
         return None, f"the data sets protect different units ({listed}), which have no common claim"
-    for dataset in {_canonical(spending.dataset) for spending in spendings}:
-        named = {spending.unit for spending in spendings if _canonical(spending.dataset) == dataset}
+    for dataset in {canonical(spending.dataset) for spending in spendings}:
+        named = {spending.unit for spending in spendings if canonical(spending.dataset) == dataset}
         if len(named) > 1:
             return None, f"runs on {dataset} protect different units ({', '.join(sorted(named))})"
     if delta is None:
@@ -243,7 +275,7 @@ def _claim(
         if not stated:
             return None, "no run states a delta"
         delta = max(stated)
-    adjacency = _adjacency(spendings)
+    adjacency = common_adjacency(spendings)
     events = _by_dataset(spendings)
     # A unit that is replaced may leave one data set and join another.
     touched = len(events) if not disjoint else 1 if adjacency == "add-or-remove-one" else 2
@@ -255,8 +287,8 @@ def _claim(
     return worst.model_copy(update={"epsilon_rdp": max(claim.epsilon_rdp for claim in claims)}), None
 
 
-def _adjacency(spendings: Sequence[Spending]) -> Adjacency:
-    """The one that costs more if they differ: the same mechanisms hold under both."""
+def common_adjacency(spendings: Sequence[Spending]) -> Adjacency:
+    """The one to price all under: the costlier if they differ, as the mechanisms hold under both."""
     kinds = {spending.adjacency for spending in spendings}
     return "replace-one" if "replace-one" in kinds else "add-or-remove-one"
 
@@ -267,17 +299,22 @@ def _by_dataset(spendings: Sequence[Spending]) -> dict[str, Composed]:
     events: dict[str, list[Composed]] = {}
     for spending in spendings:
         if spending.event is not None:
-            name = names.setdefault(_canonical(spending.dataset), spending.dataset)
+            name = names.setdefault(canonical(spending.dataset), spending.dataset)
             events.setdefault(name, []).append(spending.event)
     return {dataset: Composed(tuple(parts)) for dataset, parts in events.items()}
 
 
-def _canonical(dataset: str) -> str:
+def canonical(dataset: str) -> str:
     """Names that differ in case or blanks only are one data set: the other guess would claim too little."""
     return " ".join(dataset.split()).casefold()
 
 
-def _check_spending(spending: Spending) -> None:
+def check_spending(spending: Spending) -> None:
+    """Whether a spending agrees with itself.
+
+    Raises:
+        PrivacyError: the event isn't what the schedule spends, δ is missing, or more ran than was planned.
+    """
     where = f"run {spending.run} on {spending.dataset}"
     if spending.event is None:
         if not spending.no_claim:

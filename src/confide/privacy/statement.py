@@ -72,6 +72,19 @@ class Base(_Frozen):
     hash: str
 
 
+class LedgerEntry(_Frozen):
+    """Where the ledger of the run's owner holds its charge.
+
+    Attributes:
+        entry: hash of the reservation.
+        head: hash of the ledger's last entry when the run ended; it covers every entry up to there, so a
+            ledger without it was cut or rewritten (`confide ledger verify --head`).
+    """
+
+    entry: str = Field(pattern="^[0-9a-f]{64}$")
+    head: str = Field(pattern="^[0-9a-f]{64}$")
+
+
 class Statement(_Frozen):
     """What a release claims, with everything needed to recompute it.
 
@@ -83,6 +96,7 @@ class Statement(_Frozen):
         spendings: one per run and data set that the weights depend on.
         disjoint: who says that the data sets share no unit; None: nobody, so spendings compose.
         assumptions: sentences under which the claim holds.
+        ledger: where the run was charged; None for a merge, or a run that no ledger knows.
     """
 
     schema_: Literal["confide.statement/1"] = Field(default="confide.statement/1", alias="schema")
@@ -95,6 +109,7 @@ class Statement(_Frozen):
     spendings: tuple[Spending, ...]
     disjoint: Literal["declared"] | None = None
     assumptions: tuple[str, ...]
+    ledger: LedgerEntry | None = None
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 

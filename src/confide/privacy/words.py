@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from decimal import ROUND_CEILING, Context, Decimal
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Literal
 
 from confide.privacy.calibration import delta_warning
@@ -19,6 +19,12 @@ _NEIGHBOURS: dict[Adjacency, str] = {
 def round_up(value: float, digits: int = 5) -> str:
     """Significant digits, rounded up: what is printed must not promise more than was computed."""
     rounded = Context(prec=digits, rounding=ROUND_CEILING).create_decimal(Decimal(value))
+    return f"{float(rounded):.{digits}g}"
+
+
+def round_down(value: float, digits: int = 5) -> str:
+    """Significant digits, rounded down: what is left must not look like more than it is."""
+    rounded = Context(prec=digits, rounding=ROUND_FLOOR).create_decimal(Decimal(value))
     return f"{float(rounded):.{digits}g}"
 
 
