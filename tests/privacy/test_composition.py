@@ -284,3 +284,20 @@ def test_private_schedule_round_trips_through_json(schedule: Callable[..., Sched
     again = Statement.model_validate_json(json.dumps(statement.to_json()))
     assert again.spendings[0].schedule == spent
     check(again)
+
+
+def test_names_that_differ_in_case_or_blanks_are_one_data_set() -> None:
+    one, other = _statement("reviews 2026"), _statement(" Reviews  2026")
+    assert _claimed(_merge(one, other, disjoint=True)) == _claimed(_merge(one, other, disjoint=False))
+
+
+def test_a_merge_warns_when_its_delta_is_large_for_a_data_set() -> None:
+    merged = _merge(_statement("small"), _statement("large", units=10**8), disjoint=True)
+    assert any(line.startswith("large: delta") for line in merged.assumptions)
+
+
+def test_an_event_in_which_nothing_was_asked_is_refused() -> None:
+    forged = _altered(_statement(), "spendings", 0, "event", to={"events": [], "kind": "composed"})
+    forged = _altered(forged, "spendings", 0, "schedule", to=None)
+    with pytest.raises(PrivacyError, match="nothing was asked"):
+        check(forged)

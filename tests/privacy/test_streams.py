@@ -108,3 +108,13 @@ def test_with_noise_scales_everything(stream: Make) -> None:
     assert not schedule.with_noise(0.0).private
     silent_ascent = Schedule((stream(ascent="paired", ascent_radius=0.1, ascent_noise=0.0),))
     assert not silent_ascent.private
+
+
+def test_an_ascent_draw_is_charged_at_its_own_rate(stream: Make) -> None:
+    fresh = stream(
+        name="a", parameters=("w",), ascent="fresh", ascent_radius=0.1, ascent_noise=1.0, sampling_rate=0.01
+    )
+    other = stream(name="b", parameters=("v",), draw="a/ascent", sampling_rate=0.5)
+    for streams in ((fresh, other), (other, fresh)):
+        with pytest.raises(PrivacyError, match="different sampling rates"):
+            Schedule(streams)

@@ -49,7 +49,10 @@ def main() -> None:
         sys.exit(2)
     except SystemExit as end:
         if end.code == _INTERRUPTED:  # typer turns Ctrl-C into this
-            print("confide: interrupted; nothing was released", file=sys.stderr)
+            print(
+                "confide: interrupted; no half-written release was left, and noisy steps stay charged",
+                file=sys.stderr,
+            )
         raise
     except Exception as error:
         if os.environ.get("CONFIDE_DEBUG"):

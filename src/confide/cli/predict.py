@@ -28,16 +28,16 @@ def predict(
 
     model = api.load(release, task=task)
     predictions = model.predict(read_texts(data, text))
-    if json:
-        print_json([{"row": n, **prediction} for n, prediction in enumerate(predictions, start=1)])
-        return
     lines = io.StringIO()
     writer = csv.writer(lines, lineterminator="\n")
     writer.writerow(["row", "label", "probability"])
     for number, prediction in enumerate(predictions, start=1):
         writer.writerow([number, prediction["label"], f"{prediction['probability']:.4f}"])
-    if out is None:
+    if out is not None:
+        write_text(out, lines.getvalue())
+    if json:
+        print_json([{"row": n, **prediction} for n, prediction in enumerate(predictions, start=1)])
+    elif out is None:
         print(lines.getvalue(), end="")
     else:
-        write_text(out, lines.getvalue())
         print(f"{len(predictions)} rows labelled in {out}")

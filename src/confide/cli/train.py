@@ -13,7 +13,6 @@ from confide.cli.progress import progress_bars
 
 if TYPE_CHECKING:
     from confide.finetune.run import FineTuned
-    from confide.finetune.settings import Settings
     from confide.privacy.statement import Statement
     from confide.privacy.streams import Schedule
     from confide.tasks.records import TaskData
@@ -82,6 +81,7 @@ def train(
     from confide.errors import ConfigError
     from confide.files import new_folder, write_json
     from confide.finetune.run import PublicBase, finetune, plan, prepare
+    from confide.finetune.settings import Settings
     from confide.models.backbones import load_classifier
     from confide.tasks.files import read_task
 
@@ -103,7 +103,10 @@ def train(
         "max_length": max_length,
         "seed": seed,
     }
-    settings = _settings({key: value for key, value in given.items() if value is not None})
+    settings = Settings.of(
+        {key: value for key, value in given.items() if value is not None},
+        spell=lambda key: "--" + key.rsplit(".", 1)[-1].replace("_", "-"),
+    )
     records = read_task(
         data,
         text=text,
@@ -127,18 +130,19 @@ def train(
         return
     claims = method != "non-private" and simulate is None
     book = ledger_for_training(ledger) if claims else None
-    with progress_bars(show=not json) as progress:
-        result = finetune(
-            prepare(records, public, settings.max_length),
-            public,
-            settings,
-            dataset=dataset,
-            simulate=simulate,
-            ledger=book,
-            progress=progress,
-        )
-        score = result.score()
+    # The folder comes first: one that can't be written must not cost a budget.
     with new_folder(out) as folder:
+        with progress_bars(show=not json) as progress:
+            result = finetune(
+                prepare(records, public, settings.max_length),
+                public,
+                settings,
+                dataset=dataset,
+                simulate=simulate,
+                ledger=book,
+                progress=progress,
+            )
+            score = result.score()
         statement = result.release(folder / "release")
         result.keep_private(folder / "private")
         summary = _summary(result, statement, out, score)
@@ -161,22 +165,6 @@ def _summary(result: FineTuned, statement: Statement, out: Path, score: float) -
         "score": score,
         "score_is_private": False,
     }
-
-
-def _settings(given: dict[str, Any]) -> Settings:
-    from pydantic import ValidationError
-
-    from confide.errors import ConfigError
-    from confide.finetune.settings import Settings
-
-    try:
-        return Settings.model_validate(given)
-    except ValidationError as error:
-        first = error.errors()[0]
-        path = first["loc"] or ("method",)
-        name = path[1] if path[0] == "trainable" and len(path) > 1 else path[0]
-        option = "--" + str(name).replace("_", "-")
-        raise ConfigError(f"{option}: {first['msg']}, not {first['input']}") from None
 
 
 def _number_or_rule(delta: str) -> float | str:

@@ -12,7 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from confide.errors import ConfigError
 from confide.finetune.settings import Settings
 from confide.merging.operators import find
-from confide.models.adapters import Trainable
 from confide.release.write import check_task_name
 
 
@@ -42,6 +41,9 @@ class TaskPlan(BaseModel):
     def _file_is_complete(self) -> TaskPlan:
         if self.data is not None and (self.text is None or self.label is None):
             raise ValueError("a task with data needs text and label: the names of its columns")
+        idle = self.model_fields_set & {"text", "label", "labels", "unit", "test_size"}
+        if self.data is None and idle:
+            raise ValueError(f"{', '.join(sorted(idle))} belong to a task with data, a file of one's own")
         return self
 
 
@@ -87,9 +89,6 @@ class Plan(BaseModel):
         _refuse_twins("seeds are", [str(seed) for seed in self.seeds])
         if "pretrained" in self.methods:
             raise ValueError("`pretrained` is a key of its own, beside `methods`")
-        operators = [merge.operator for merge in self.merges]
-        if len(set(operators)) != len(operators):
-            raise ValueError("an operator is listed twice under merges; a table has one row for each")
         if not self.methods and self.pretrained is None:
             raise ValueError("a study needs a method to train with: methods, or pretrained")
         for key in ("seed", "method"):
@@ -111,12 +110,12 @@ class Plan(BaseModel):
         else:
             own = {"method": method, **self.methods[method]}
         try:
-            return Settings.model_validate({**_over(self.settings, own), "seed": seed})
-        except ValidationError as error:
-            raise ConfigError(f"method {method!r}: {_first(error, Settings)}") from None
+            return Settings.of({**_over(self.settings, own), "seed": seed})
+        except ConfigError as error:
+            raise ConfigError(f"method {method!r}: {error}") from None
 
 
-_NESTED: dict[int | str, type[BaseModel]] = {"tasks": TaskPlan, "merges": MergePlan, "trainable": Trainable}
+_NESTED: dict[int | str, type[BaseModel]] = {"tasks": TaskPlan, "merges": MergePlan}
 
 
 def read(path: Path, *, fast: bool = False) -> Plan:
@@ -150,8 +149,8 @@ def read(path: Path, *, fast: bool = False) -> Plan:
             f"{path}: methods have max_length {sorted(lengths)}; texts are encoded once for all of them, so "
             "put one max_length into settings"
         )
-    for task in plan.tasks:
-        check_task_name(task.name)
+    for name in [*(task.name for task in plan.tasks), *plan.methods]:
+        check_task_name(name)  # each becomes a folder
     for merge in plan.merges:
         find(merge.operator).settings(merge.parameters)
     return plan

@@ -13,19 +13,23 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from confide import files
 from confide.errors import ConfigError
 from confide.experiment.plan import MergePlan, Plan, TaskPlan
+from confide.finetune.methods import schedule
 from confide.finetune.prepare import Prepared, Progress, forward_of
 from confide.finetune.run import FineTuned, PublicBase, finetune, prepare
 from confide.finetune.settings import Settings
-from confide.geometry.drift import drift
+from confide.geometry.drift import folder_drift
 from confide.merging.merge import merge
-from confide.models.adapters import plain_state
+from confide.models.adapters import adapt
+from confide.models.backbones import load_classifier
 from confide.models.releases import load_release
 from confide.privacy.composition import compose, per_dataset
 from confide.privacy.statement import Claim, Statement
 from confide.privacy.words import round_up
 from confide.report.findings import findings
+from confide.report.scores import INDIVIDUAL, PRETRAINED
 from confide.report.study import MethodFacts, Row, Study, TaskFacts
 from confide.tasks import registry
 from confide.tasks.evaluate import predict
@@ -37,8 +41,10 @@ from confide.tasks.records import TaskData
 if TYPE_CHECKING:
     from confide.privacy.ledger import Ledger
 
-PRETRAINED = "pretrained"
-INDIVIDUAL = "individual"
+_PRIVATE = """\
+Scores under report/ come from test records without noise. They are for whoever ran this study.
+Only what lies under models/ and merged/ is covered by a privacy statement.
+"""
 
 
 @dataclass
@@ -75,6 +81,8 @@ def run(plan: Plan, out: Path, progress: Progress, ledger: Ledger | None = None)
     if plan.disjoint:
         check_disjoint(tasks)
     base = PublicBase.of(plan.base)
+    _check_before_training(plan, tasks, base)
+    files.write_text(out / "private" / "README.txt", _PRIVATE)  # a folder that can't be written costs nothing
     prepared: dict[str, Prepared] = {}
     seen = _Seen()
     runs = [(method, seed) for seed in plan.seeds for method in _methods(plan)]
@@ -89,7 +97,8 @@ def run(plan: Plan, out: Path, progress: Progress, ledger: Ledger | None = None)
             trained = finetune(prepared[task.name], base, settings, ledger=book, progress=progress)
             seconds = time.monotonic() - before
             trained.release(model_folder(out, method, seed, task.name))
-            _note(seen, trained, method, base, seconds)
+            drifted = folder_drift(base.folder, model_folder(out, method, seed, task.name))
+            _note(seen, trained, method, drifted, seconds)
         prepared[task.name].forget("train")
     progress("models trained", len(tasks) * len(runs), len(tasks) * len(runs))
     rows = [
@@ -141,6 +150,15 @@ def load_task(plan: TaskPlan) -> TaskData:
     return task
 
 
+def _check_before_training(plan: Plan, tasks: list[TaskData], base: PublicBase) -> None:
+    """What would stop a later run of the study stops it before the first one spends anything."""
+    for task in tasks:
+        for method in _methods(plan):
+            settings = plan.settings_of(method, plan.seeds[0])
+            adapted = adapt(load_classifier(base.folder, task.labels, 0), settings.trainable, 0)
+            schedule(settings, adapted, task.train.units.count, task.train.units.name)
+
+
 def model_folder(out: Path, method: str, seed: int, task: str) -> Path:
     """Where a study puts a task model's release."""
     return out / "models" / method / f"seed-{seed}" / task
@@ -151,31 +169,17 @@ def _methods(plan: Plan) -> list[str]:
     return [*plan.methods, *([PRETRAINED] if plan.pretrained is not None else [])]
 
 
-def _note(seen: _Seen, trained: FineTuned, method: str, base: PublicBase, seconds: float) -> None:
+def _note(seen: _Seen, trained: FineTuned, method: str, drifted: float, seconds: float) -> None:
     key, task = (method, trained.settings.seed), trained.prepared.task.name
     seen.scores.setdefault(key, {})[task] = trained.score()
     seen.statements.setdefault(key, []).append(trained.statement)
     seen.first_blocks[method] = trained.adapted.first_block
     facts = seen.facts.setdefault(key, MethodFacts(method, trained.settings.seed, {}, {}, {}, {}))
-    facts.drift[task] = _drift(trained, base)
+    facts.drift[task] = drifted
     facts.noise_multiplier[task] = trained.schedule.streams[0].noise_multiplier
     named = dict(trained.adapted.classifier.model.named_parameters())
     facts.trained[task] = sum(named[name].numel() for name in trained.schedule.parameters)
     facts.seconds[task] = seconds
-
-
-def _drift(trained: FineTuned, base: PublicBase) -> float:
-    from confide.release.names import encoder_prefix, encoder_tensors, model_type
-    from confide.release.tensors import Checkpoint
-
-    checkpoint = Checkpoint.open(base.folder)
-    names = encoder_tensors(checkpoint, encoder_prefix(checkpoint, model_type(base.folder)))
-    state = plain_state(trained.adapted)
-    prefix = trained.adapted.classifier.prefix
-    return drift(
-        {name: checkpoint.numpy(stored) for name, stored in names.items()},
-        {name: state[prefix + name].numpy() for name in names},
-    )
 
 
 def _merge_and_score(
@@ -219,11 +223,12 @@ def _row(method: str, operator: str, seed: int, scores: dict[str, float], claim:
 
 
 def _largest(statements: list[Statement]) -> Claim | None:
-    """The claim of the costliest of several task models; None if one of them claims nothing."""
-    claims = [statement.claim for statement in statements]
-    if any(claim is None for claim in claims):
+    """What holds for each of several task models; None if one of them claims nothing."""
+    claims = [statement.claim for statement in statements if statement.claim is not None]
+    if len(claims) < len(statements):
         return None
-    return max((claim for claim in claims if claim is not None), key=lambda claim: claim.epsilon)
+    worst = max(claims, key=lambda claim: claim.epsilon)
+    return worst.model_copy(update={"delta": max(claim.delta for claim in claims)})
 
 
 def _claims(plan: Plan, seen: _Seen) -> tuple[str, ...]:
@@ -251,7 +256,8 @@ def _claims(plan: Plan, seen: _Seen) -> tuple[str, ...]:
     )
     costs = per_dataset(together)
     if len(claims) > 1 and costs:
-        spent = round_up(max(claim.epsilon for claim in costs.values()))
+        most = max(costs.values(), key=lambda claim: claim.epsilon)
+        spent = f"{round_up(most.epsilon)} at δ = {round_up(most.delta, 3)}"
         lines.append(
             f"The claim is for one model of a task. Whoever publishes all {len(claims)} private ones of a "
             f"task spends up to ε = {spent} on its records."

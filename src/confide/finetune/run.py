@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from confide import files
-from confide.errors import ModelError, ReleaseError
+from confide.errors import ConfigError, ModelError, ReleaseError
 from confide.finetune import methods
 from confide.finetune.binding import Anchor, Binding
 from confide.finetune.charge import charged
@@ -105,7 +106,7 @@ class FineTuned:
 
     def keep_private(self, folder: Path) -> None:
         """Write losses and clipped shares of every step, for whoever ran it and nobody else."""
-        lines = [json.dumps(dataclasses.asdict(step)) for step in self.history.steps]
+        lines = [json.dumps(_finite(dataclasses.asdict(step))) for step in self.history.steps]
         files.write_text(folder / "steps.jsonl", "\n".join(lines) + "\n")
 
     def info(self) -> ReleaseInfo:
@@ -134,8 +135,18 @@ class FineTuned:
 
 
 def prepare(task: TaskData, base: PublicBase, max_length: int) -> Prepared:
-    """Tokenise a task for a base."""
+    """Tokenise a task for a base.
+
+    Raises:
+        ConfigError: texts may be longer than the base has positions.
+    """
     classifier = load_classifier(base.folder, task.labels, seed=0)
+    positions = min(
+        int(getattr(classifier.model.config, "max_position_embeddings", max_length)),
+        int(classifier.tokenizer.model_max_length),
+    )
+    if max_length > positions:
+        raise ConfigError(f"max_length is {max_length}, but the base reads at most {positions} tokens")
     return Prepared(task, classifier.tokenizer, max_length)
 
 
@@ -238,3 +249,8 @@ def finetune(
         ledger=entry,
     )
     return FineTuned(prepared, adapted, settings, schedule, history, statement)
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN; a loss that isn't finite is written as null."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from confide.errors import ConfigError
 from confide.models.adapters import Trainable
 
 Method = Literal["non-private", "dp-adamw", "dp-merging"]
@@ -43,7 +46,7 @@ class Settings(BaseModel):
 
     method: Method = "dp-merging"
     epsilon: float | None = Field(default=4.0, gt=0)
-    delta: float | Literal["auto", "1/n", "n^-1.1"] = "auto"
+    delta: Annotated[float, Field(gt=0, lt=1)] | Literal["auto", "1/n", "n^-1.1"] = "auto"
     expected_batch: int | None = Field(default=None, gt=0)
     steps: int = Field(default=40, gt=0)
     trainable: Trainable = Trainable()
@@ -60,9 +63,36 @@ class Settings(BaseModel):
     anchor_form: Literal["coupled", "decoupled"] = "coupled"
     weight_decay: float = Field(default=0.0, ge=0)
     max_length: int = Field(default=64, gt=2)
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], spell: Callable[[str], str] = str) -> Settings:
+        """Settings from keywords.
+
+        Args:
+            spell: how a message writes a key (`trainable.rank`); the command line writes its option.
+
+        Raises:
+            ConfigError: an unknown key (the message names the near one) or a value out of range.
+        """
+        try:
+            return cls.model_validate(given)
+        except ValidationError as error:
+            first = error.errors()[0]
+            path = [str(part) for part in first["loc"]]
+            if path[:1] == ["trainable"]:
+                known, path = list(Trainable.model_fields), path[:2]
+            else:
+                known, path = list(cls.model_fields), path[:1]  # what follows names an alternative type
+            key = ".".join(path)
+            if first["type"] == "extra_forbidden":
+                near = get_close_matches(path[-1], known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ConfigError(f"unknown key {key}{hint}") from None
+            where = f"{spell(key)}: " if key else ""
+            raise ConfigError(f"{where}{first['msg']}, not {first['input']}") from None
 
     @model_validator(mode="after")
     def _budget_fits_method(self) -> Settings:
