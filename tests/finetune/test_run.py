@@ -227,7 +227,7 @@ def test_what_is_wrong_is_found_before_a_record_is_looked_at(
     task = make_task()
     with pytest.raises(ConfigError, match="expected_batch is 61, but there are only 60 records"):
         tune(base, task, expected_batch=61)
-    with pytest.raises(ConfigError, match="delta: .*less than 1"):
+    with pytest.raises(ConfigError, match=r"delta: .*less than 1"):
         tune(base, task, delta=1.0)
     with pytest.raises(ReleaseError, match="task name 'my reviews' can't name a folder"):
         tune(base, make_task(name="my reviews"))
