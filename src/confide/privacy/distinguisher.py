@@ -158,7 +158,8 @@ def _round_loss(group: PoissonGaussian, tail: float, adjacency: Adjacency, inter
 def _between(z: _Array) -> _Array:
     """(n,) standard normal probability between consecutive entries of z (n+1,), accurate in both tails."""
     below, above = special.ndtr(z), special.ndtr(-z)
-    return np.maximum(np.where(z[:-1] > 0, above[:-1] - above[1:], below[1:] - below[:-1]), 0.0)
+    between: _Array = np.where(z[:-1] > 0, above[:-1] - above[1:], below[1:] - below[:-1])
+    return np.maximum(between, 0.0)
 
 
 def _window(losses: Sequence[_Losses], interval: float, tail: float) -> tuple[int, int, float]:
