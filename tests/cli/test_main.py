@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import resource
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -30,12 +30,18 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
     )
     seconds = []
     for _ in range(3):
-        started = time.monotonic()
+        started = _cpu_of_children()
         found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-        seconds.append(time.monotonic() - started)
+        seconds.append(_cpu_of_children() - started)
         assert found.returncode == 0, found.stderr
     assert all(name in found.stdout for name in COMMANDS)
     assert statistics.median(seconds) < 0.5
+
+
+def _cpu_of_children() -> float:
+    """Processor seconds, which a busy machine doesn't stretch as it does a clock."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -77,7 +83,9 @@ def test_ctrl_c(confide: Confide, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("confide.experiment.plan.read", interrupted)
     answer = confide("run", "study.yaml", "--out", "out")
     assert answer.code == 130
-    assert answer.err.strip() == "confide: interrupted; no half-written release was left"
+    assert answer.err.strip() == (
+        "confide: interrupted; no half-written release was left, and noisy steps stay charged"
+    )
 
 
 def test_a_closed_pipe_is_no_error() -> None:
