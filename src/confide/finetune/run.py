@@ -157,6 +157,7 @@ def plan(
 
     Nothing is drawn and no record is looked at; only n is.
     """
+    check_task_name(task.name)
     adapted = adapt(classifier, settings.trainable, settings.seed)
     units = task.train.units
     schedule = methods.schedule(settings, adapted, units.count, units.name)
@@ -196,7 +197,6 @@ def finetune(
     caller publishes nothing else that was computed from them (`history` and `score` are not noised).
     """
     task = prepared.task
-    check_task_name(task.name)
     # Keys are made here, never handed in: two runs with the same noise would give it away.
     keys = Keys.fresh() if simulate is None else Keys.fixed(simulate)
     classifier = load_classifier(base.folder, task.labels, settings.seed)
