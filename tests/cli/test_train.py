@@ -230,7 +230,10 @@ def test_ctrl_c_inside(
     answer = train(reviews)
     assert answer.code == 130
     assert "Traceback" not in answer.err
-    assert answer.err.strip().splitlines()[-1] == "confide: interrupted; no half-written release was left"
+    assert (
+        answer.err.strip().splitlines()[-1]
+        == "confide: interrupted; no half-written release was left, and noisy steps stay charged"
+    )
     assert listing(tmp_path) == {"reviews.csv"}
 
 
@@ -303,7 +306,7 @@ def test_sigint(reviews: Path, tiny_base: Path, tmp_path: Path) -> None:
         process.kill()
     assert process.returncode == 130
     assert "Traceback" not in rest
-    assert "interrupted; no half-written release was left" in rest
+    assert "interrupted; no half-written release was left, and noisy steps stay charged" in rest
     assert listing(tmp_path) == {"reviews.csv"}
 
 
