@@ -279,3 +279,8 @@ def test_commands_are_found_in_blocks() -> None:
     assert command_lines(text) == ["confide run a.yaml    --out b"]
     assert spans(text) == ["confide merge"]
     assert len([line for page in PAGES for line in command_lines(page.read_text(encoding="utf-8"))]) > 10
+
+
+def test_nothing_is_left_to_fill_in() -> None:
+    for page in PAGES:
+        assert "@@" not in page.read_text(encoding="utf-8"), page
