@@ -152,10 +152,11 @@ def load_task(plan: TaskPlan) -> TaskData:
 
 def _check_before_training(plan: Plan, tasks: list[TaskData], base: PublicBase) -> None:
     """What would stop a later run of the study stops it before the first one spends anything."""
-    for task in tasks:
-        for method in _methods(plan):
-            settings = plan.settings_of(method, plan.seeds[0])
-            adapted = adapt(load_classifier(base.folder, task.labels, 0), settings.trainable, 0)
+    for method in _methods(plan):
+        settings = plan.settings_of(method, plan.seeds[0])
+        # Which blocks and layers there are is the base's matter: the same for every task.
+        adapted = adapt(load_classifier(base.folder, tasks[0].labels, 0), settings.trainable, 0)
+        for task in tasks:
             schedule(settings, adapted, task.train.units.count, task.train.units.name)
 
 
