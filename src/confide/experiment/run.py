@@ -17,7 +17,7 @@ from confide import files
 from confide.errors import ConfigError
 from confide.experiment.plan import MergePlan, Plan, TaskPlan
 from confide.finetune.methods import schedule
-from confide.finetune.prepare import Prepared, Progress, forward_of
+from confide.finetune.prepare import Prepared, Progress, score_test
 from confide.finetune.run import FineTuned, PublicBase, finetune, prepare
 from confide.finetune.settings import Settings
 from confide.geometry.drift import folder_drift
@@ -32,9 +32,7 @@ from confide.report.findings import findings
 from confide.report.scores import INDIVIDUAL, PRETRAINED
 from confide.report.study import MethodFacts, Row, Study, TaskFacts
 from confide.tasks import registry
-from confide.tasks.evaluate import predict
 from confide.tasks.files import read_task
-from confide.tasks.metrics import score
 from confide.tasks.overlap import check_disjoint
 from confide.tasks.records import TaskData
 
@@ -202,19 +200,14 @@ def _merge_and_score(
         out=folder,
         disjoint=plan.disjoint is not None,
     )
-    scores = {
-        name: _score_merged(folder, task, base, seen.first_blocks[method]) for name, task in prepared.items()
-    }
+    scores = {name: _score_merged(folder, task, seen.first_blocks[method]) for name, task in prepared.items()}
     return _row(method, operator.operator, seed, scores, report.statement.claim)
 
 
-def _score_merged(folder: Path, prepared: Prepared, base: PublicBase, first_block: int) -> float:
+def _score_merged(folder: Path, prepared: Prepared, first_block: int) -> float:
     """Score one task of a merge; blocks that no model trained are the base's and their outputs at hand."""
     classifier, _ = load_release(folder, prepared.task.name)
-    inputs = prepared.inputs(classifier, first_block, "test")
-    _, forward = forward_of(classifier, first_block, inputs)
-    task = prepared.task
-    return score(task.metric, predict(forward, inputs), task.test.labels)
+    return score_test(prepared, classifier, first_block)
 
 
 def _row(method: str, operator: str, seed: int, scores: dict[str, float], claim: Claim | None) -> Row:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from confide.models.backbones import Classifier
 from confide.models.tail import Features, Source, Tail, features, supports
+from confide.tasks.evaluate import predict
+from confide.tasks.metrics import score
 from confide.tasks.records import TaskData
 from confide.tasks.text import Encoded, buckets, encode
 
@@ -89,6 +91,17 @@ def forward_of(
     model = classifier.model
     # The model's own loss is never used: its mean over the batch would tie records to each other.
     return model, lambda batch: model(**batch).logits
+
+
+def score_test(prepared: Prepared, classifier: Classifier, first_block: int) -> float:
+    """Score of a classifier on the task's test records; not noised.
+
+    Args:
+        classifier: one whose blocks below `first_block` are the base's.
+    """
+    inputs = prepared.inputs(classifier, first_block, "test")
+    _, forward = forward_of(classifier, first_block, inputs)
+    return score(prepared.task.metric, predict(forward, inputs), prepared.task.test.labels)
 
 
 def micro_batches(

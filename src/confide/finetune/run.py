@@ -22,6 +22,7 @@ from confide.finetune.prepare import (
     forward_of,
     labels_of,
     micro_batches,
+    score_test,
     silent,
 )
 from confide.finetune.selfcheck import check_rows_are_independent
@@ -38,8 +39,6 @@ from confide.release.format import WEIGHTS, Head, ReleaseInfo
 from confide.release.hashes import base_hash
 from confide.release.tensors import write_tensors
 from confide.release.write import check_task_name, write_release
-from confide.tasks.evaluate import predict
-from confide.tasks.metrics import score
 from confide.tasks.records import TaskData
 
 if TYPE_CHECKING:
@@ -92,11 +91,7 @@ class FineTuned:
 
     def score(self) -> float:
         """Score on the test records. Not noised: for reports, never for a release."""
-        adapted, prepared = self.adapted, self.prepared
-        inputs = prepared.inputs(adapted.classifier, adapted.first_block, "test")
-        _, forward = forward_of(adapted.classifier, adapted.first_block, inputs)
-        task = prepared.task
-        return score(task.metric, predict(forward, inputs), task.test.labels)
+        return score_test(self.prepared, self.adapted.classifier, self.adapted.first_block)
 
     def release(self, out: Path, *, overwrite: bool = False) -> Statement:
         """Write the release folder; nothing appears unless all of it does."""
