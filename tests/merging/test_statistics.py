@@ -10,7 +10,13 @@ from safetensors.numpy import load_file, save_file
 
 from confide.errors import MergeError, PrivacyError
 from confide.merging.merge import merge
-from confide.merging.statistics import ArrayStatistics, StatisticsFile, match_statistics, write_statistics
+from confide.merging.statistics import (
+    ArrayStatistics,
+    StatisticsFile,
+    match_statistics,
+    whole,
+    write_statistics,
+)
 from confide.merging.stream import merge_arrays
 from confide.release.hashes import encoder_hash, file_hash
 from confide.release.tensors import Checkpoint
@@ -30,7 +36,7 @@ def test_a_file_says_what_it_holds(tmp_path: Path) -> None:
         "sha256:1",
         ("layer.0.weight",),
     )
-    np.testing.assert_array_equal(found.read("layer.0.weight"), np.eye(3))
+    np.testing.assert_array_equal(whole(found, "layer.0.weight"), np.eye(3))
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
