@@ -40,6 +40,11 @@ def test_a_file_says_what_it_holds(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
+def test_a_folder_that_isnt_there(tmp_path: Path) -> None:
+    with pytest.raises(MergeError, match=r"can't write .*No such file"):
+        write_statistics(tmp_path / "no" / "s.safetensors", "grams", "public", "sha256:1", ARRAYS, "")
+
+
 def test_origins(tmp_path: Path) -> None:
     path = tmp_path / "s.safetensors"
     write_statistics(path, "fisher", "records", "sha256:1", ARRAYS, "")  # type: ignore[arg-type]

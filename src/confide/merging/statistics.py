@@ -125,12 +125,17 @@ def write_statistics(
         model: `encoder_hash` of the model that they were computed on.
         arrays: by canonical name of the encoder's tensor.
         source: the public text, in words, or the name of the data set.
+
+    Raises:
+        MergeError: the file can't be written.
     """
     side = path.with_name(f".{path.name}.partial")
     about = {"format": _FORMAT, "kind": kind, "origin": origin, "model": model, "source": source}
     try:
         write_tensors(side, dict(arrays), about)
         side.replace(path)
+    except OSError as error:
+        raise MergeError(f"can't write {path}: {error.strerror or error}") from error
     finally:
         side.unlink(missing_ok=True)
 

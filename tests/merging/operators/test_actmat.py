@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from confide.errors import MergeError
 from confide.merging.operators import find
 from confide.merging.stream import merge_arrays
 from confide.merging.vectors import Arrays, TaskVectors
@@ -65,6 +66,14 @@ def test_packed_projections_are_split() -> None:
     expected = np.concatenate([formula([v[i : i + 3] for v in vectors]) for i in (0, 3, 6)])
     np.testing.assert_allclose(merged, expected, rtol=1e-9)
     assert not np.allclose(merged, formula(vectors))
+
+
+@pytest.mark.parametrize("operator", ["actmat", "wudi"])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_squares_that_overflow(operator: str) -> None:
+    vectors = [1e200 * np.eye(3), 1e200 * np.tri(3)]
+    with pytest.raises(MergeError, match=r"tensor layer\.0\.weight: "):
+        merge_vectors(vectors, operator)
 
 
 def test_ranks_are_in_the_report() -> None:

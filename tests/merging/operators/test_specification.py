@@ -60,6 +60,21 @@ def test_every_operator_is_specified() -> None:
     assert OPERATORS["task-arithmetic"].settings({}) == {"scale": 0.3}
 
 
+def test_the_command_lists_every_operator() -> None:
+    from confide.cli import merge
+
+    assert ", ".join(OPERATORS) == merge._OPERATORS
+
+
+def test_settings_on_the_command_line() -> None:
+    from confide.cli.merge import _parameters
+
+    assert _parameters(["density=0.2", "trim=per-tensor"]) == {"density": "0.2", "trim": "per-tensor"}
+    for wrong in (["density"], ["=1"], ["density=1", "density=2"]):
+        with pytest.raises(MergeError, match="--set takes NAME=VALUE, each name once"):
+            _parameters(wrong)
+
+
 def test_parameters_as_text() -> None:
     weights = PerModel("w", 1.0, 0, 2, "")
     assert weights.read("0.5,1") == (0.5, 1.0) == weights.read([0.5, 1])

@@ -60,7 +60,7 @@ def balance(vectors: Vector, ranges: Sequence[Range]) -> npt.NDArray[np.float32]
     count = len(vectors)
     agreement: Vector = vectors * vectors.sum(axis=0)
     if np.abs(agreement).max(initial=0) < _SMALL:
-        agreement -= agreement**3 / 3
+        agreement *= 1 - agreement * agreement / 3
     else:
         np.tanh(agreement, out=agreement)
     for entries, own, out in zip(vectors, ranges, agreement, strict=True):

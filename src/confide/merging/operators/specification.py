@@ -170,7 +170,8 @@ class Operator:
                 values, facts = self.function(matrices, *given, **arguments)
                 merged.append(values.ravel())
                 found.append(facts)
-            known[name] = {key: [facts[key] for facts in found] for key in found[0]}
+            if found[0]:
+                known[name] = {key: [facts[key] for facts in found] for key in found[0]}
             answer = np.concatenate(merged)
             return lambda chunk, start: answer[start : start + chunk.shape[1]]
 
