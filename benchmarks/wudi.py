@@ -1,7 +1,8 @@
 """WUDI's steps from Grams against the loop in the paper's form: seconds, and how far the two paths part.
 
-Run: python benchmarks/wudi.py [--models 8] [--iterations 300] [--json]. One layer of BERT-base: four
-projections, both matrices of the MLP. The loop is plain torch with autograd in float32, as published.
+Run: python benchmarks/wudi.py [--models 8] [--iterations 300] [--matrix attention] [--json]. One
+layer of BERT-base: four projections, both matrices of the MLP. The loop is plain torch with autograd in
+float32, as published.
 """
 
 from __future__ import annotations
@@ -61,15 +62,18 @@ def main() -> None:
     parser.add_argument("--models", type=int, default=8)
     parser.add_argument("--iterations", type=int, default=300)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--matrix", action="append", choices=SHAPES, help="leave out for the whole layer")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     rows = [
         {"matrix": name, "shape": list(shape), **compare(shape, options.models, options.iterations)}
         for name, shape in SHAPES.items()
+        if not options.matrix or name in options.matrix
     ]
-    layer = {key: sum(COUNTS[row["matrix"]] * row[key] for row in rows) for key in ("gram_s", "loop_s")}
-    rows.append({"matrix": "layer", "shape": None, **layer, "speedup": layer["loop_s"] / layer["gram_s"]})
+    if not options.matrix:
+        layer = {key: sum(COUNTS[row["matrix"]] * row[key] for row in rows) for key in ("gram_s", "loop_s")}
+        rows.append({"matrix": "layer", "shape": None, **layer, "speedup": layer["loop_s"] / layer["gram_s"]})
     if options.json:
         print(json.dumps({"rows": rows}))
         return
