@@ -437,7 +437,7 @@ def test_the_command(base: Path, releases: tuple[Path, Path], tmp_path: Path) ->
     right = run(str(base), "--density", "0.5", *chosen, "--disjoint", "--json")
     assert right.returncode == 0, right.stderr
     said = json.loads(right.stdout)
-    assert said["parameters"]["density"] == 0.5
-    assert (said["parameters"]["trim"], said["parameters"]["weights"]) == ("global", [1.0, 2.0])
+    assert (said["parameters"]["density"], said["parameters"]["scale"]) == (0.5, 1.0)
     assert [head["task"] for head in said["heads"]] == ["films", "tweets"]
     assert said["claim"]["epsilon"] > 0
+    assert (said["parameters"]["trim"], said["parameters"]["weights"]) == ("global", [1.0, 2.0])

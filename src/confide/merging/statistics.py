@@ -192,7 +192,7 @@ def check_statistics(
 
 def _check(statistics: Statistics, name: str, vectors: TaskVectors) -> None:
     what = f"{statistics.label}: {statistics.kind} of tensor {name}"
-    if name not in vectors.names:
+    if name not in vectors.base.names:
         raise MergeError(f"{what} were given, a tensor that the models don't have")
     shape, ours = vectors.base.shape(name), statistics.shape(name)
     square = statistics.kind == "grams"
