@@ -37,21 +37,18 @@ def epsilon(
     """The ε that a number of noisy steps costs."""
     from confide.errors import PrivacyError
     from confide.privacy import accountant
-    from confide.privacy.distinguisher import epsilon_lower
     from confide.privacy.events import PoissonGaussian
-    from confide.privacy.words import round_up
 
     if queries < 1 or steps < 1:
         raise PrivacyError(f"--steps and --queries must be at least 1, not {steps} and {queries}")
     event = PoissonGaussian(sampling_rate, (noise_multiplier,) * queries, steps)
     small = _delta(delta, records)
     claim = accountant.epsilon(event, small, adjacency)
-    lower = epsilon_lower(event, small, adjacency)
     if json:
-        print_json(claim.model_dump() | {"epsilon_lower": lower})
+        print_json(claim.model_dump())
         return
-    print(f"ε = {round_up(claim.epsilon)} at δ = {small:.4g}   (upper bound: {claim.accountant})")
-    print(f"ε = {round_up(claim.epsilon_rdp)} by RDP; certainly not below {lower:.5g}")
+    for line in _bounds(claim):
+        print(line)
 
 
 @app.command("noise")
@@ -96,8 +93,8 @@ def noise(
         return
     each = f" on each of {queries} queries per draw" if queries > 1 else ""
     print(f"noise multiplier σ = {round_up(sigma)}{each}, {draws} steps at sampling rate {rate:.4g}")
-    print(f"ε = {round_up(claim.epsilon)} at δ = {budget.delta:.4g}   (upper bound: {claim.accountant})")
-    print(f"ε = {round_up(claim.epsilon_rdp)} by RDP")
+    for line in _bounds(claim):
+        print(line)
 
 
 @app.command("show")
@@ -151,6 +148,21 @@ def _as_json(
         "spendings": [spending.model_dump(mode="json") for spending in found.spendings],
         "assumptions": list(found.assumptions),
     }
+
+
+def _bounds(claim: Claim) -> tuple[str, str]:
+    from confide.privacy.words import round_down, round_up
+
+    renyi = "no rule by RDP" if claim.epsilon_rdp is None else f"ε = {round_up(claim.epsilon_rdp)} by RDP"
+    proven = (
+        "no lower bound is proven"
+        if claim.epsilon_lower is None
+        else f"certainly not below {round_down(claim.epsilon_lower)}"
+    )
+    return (
+        f"ε = {round_up(claim.epsilon)} at δ = {claim.delta:.4g}   (upper bound: {claim.accountant})",
+        f"{renyi}; {proven}",
+    )
 
 
 def _delta(delta: str, records: int | None) -> float:

@@ -90,14 +90,14 @@ def _price(groups: tuple[PoissonGaussian, ...], delta: float, adjacency: Adjacen
     value, problem = _pld(groups, delta, adjacency, interval)
     if problem is None and value > renyi:
         problem = "the PLD bound is not below it"
-    if problem is None and value < epsilon_lower(Composed(groups), delta, adjacency) - 1e-6:
+    lower = epsilon_lower(Composed(groups), delta, adjacency) or None
+    if problem is None and lower is not None and value < lower - 1e-6:
         problem = "the PLD bound lies below a certified lower bound"
     if problem is not None:
-        return Claim(
-            epsilon=renyi, delta=delta, epsilon_rdp=renyi, accountant=f"{library} RDP alone: {problem}"
-        )
-    used = f"{library} PLD, connect-the-dots, interval {interval:.3g}"
-    return Claim(epsilon=value, delta=delta, epsilon_rdp=renyi, accountant=used)
+        value, used = renyi, f"{library} RDP alone: {problem}"
+    else:
+        used = f"{library} PLD, connect-the-dots, interval {interval:.3g}"
+    return Claim(epsilon=value, delta=delta, epsilon_rdp=renyi, epsilon_lower=lower, accountant=used)
 
 
 def _pld(

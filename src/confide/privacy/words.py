@@ -81,8 +81,8 @@ def describe(statement: Statement) -> tuple[str, ...]:
         budget = f"ε = {round_up(claim.epsilon)}, δ = {round_up(claim.delta, 3)}"
         lines.append(
             f"The weights are ({budget})-differentially private for "
-            f"{' or '.join(change)} any one {unit} of {_list(datasets)}. The bound is {claim.accountant}; by "
-            f"RDP it is ε = {round_up(claim.epsilon_rdp)}."
+            f"{' or '.join(change)} any one {unit} of {_list(datasets)}. The bound is {claim.accountant}"
+            + (f"; by RDP it is ε = {round_up(claim.epsilon_rdp)}." if claim.epsilon_rdp is not None else ".")
         )
         if statement.disjoint and len(datasets) > 1:
             lines.append(
