@@ -8,7 +8,7 @@ from collections.abc import Callable
 from confide.errors import PrivacyError
 from confide.privacy.accountant import epsilon
 from confide.privacy.distinguisher import epsilon_lower
-from confide.privacy.events import Composed, PoissonGaussian, effective
+from confide.privacy.events import Composed, Mechanism, PoissonGaussian, effective
 from confide.privacy.streams import Adjacency, Budget, Schedule
 
 TOLERANCE = 1e-4
@@ -95,7 +95,7 @@ def _smallest_factor(
     event: Callable[[float], PoissonGaussian | Composed], budget: Budget, adjacency: Adjacency
 ) -> float:
     """The smallest factor, within `TOLERANCE`, whose event costs at most the budget."""
-    least_sigma = min(group.noise_multipliers[0] for group in effective(event(1.0)))
+    least_sigma = min(_sigmas(event(1.0)))
 
     def certainly(factor: float, interval: float) -> float:
         return epsilon_lower(event(factor), budget.delta, adjacency, interval)
@@ -140,6 +140,10 @@ def _smallest_factor(
         f"no noise meets epsilon = {budget.epsilon:g} at delta = {budget.delta:g}; allow a larger epsilon or "
         "delta, run fewer steps, or lower the sampling rate (a smaller batch, or more records)"
     )
+
+
+def _sigmas(event: Mechanism | Composed) -> list[float]:
+    return [part.noise_multipliers[0] for part in effective(event) if isinstance(part, PoissonGaussian)]
 
 
 def _slope(x0: float, y0: float, x1: float, y1: float) -> float | None:
