@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from confide.errors import ConfigError
 from confide.models.adapters import Trainable
+from confide.privacy.events import NOT_POISSON
 
 Method = Literal["non-private", "dp-adamw", "dp-merging"]
 AscentChoice = Literal["none", "paired", "fresh", "lagged"]
@@ -88,6 +89,8 @@ class Settings(BaseModel):
                 known, path = list(cls.model_fields), path[:1]  # what follows names an alternative type
             key = ".".join(path)
             if first["type"] == "extra_forbidden":
+                if path[-1] in ("sampling", "sampler", "shuffle"):
+                    raise ConfigError(f"unknown key {key}: {NOT_POISSON}") from None
                 near = get_close_matches(path[-1], known, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise ConfigError(f"unknown key {key}{hint}") from None
