@@ -24,6 +24,9 @@ class Settings(BaseModel):
             and an anchor to the base, so that the release merges well).
         epsilon: ε of the release; unused by `non-private`.
         delta: δ, or a rule for it: `auto` is min(1e-6, 1/(10n)).
+        declared_units: n as a public constant: sampling rate, δ and the default batch follow from it, so that
+            they don't move when one record is added or removed. None counts the training units, and the
+            count is then assumed to be public.
         expected_batch: B, the mean size of a Poisson draw and the denominator; q = B/n. None takes 1024, or
             n/4 where that is less.
         steps: number of noisy steps; all are charged.
@@ -48,6 +51,7 @@ class Settings(BaseModel):
     method: Method = "dp-merging"
     epsilon: float | None = Field(default=4.0, gt=0)
     delta: Annotated[float, Field(gt=0, lt=1)] | Literal["auto", "1/n", "n^-1.1"] = "auto"
+    declared_units: int | None = Field(default=None, gt=0)
     expected_batch: int | None = Field(default=None, gt=0)
     steps: int = Field(default=40, gt=0)
     trainable: Trainable = Trainable()

@@ -25,6 +25,12 @@ NOT_POISSON = (
 """Why another sampler has no claim (Chua et al. 2024, arXiv 2403.17673)."""
 
 
+def require_poisson(sampling: str) -> None:
+    """Raises PrivacyError, with the reason, for any other way to draw minibatches."""
+    if sampling != "poisson":
+        raise PrivacyError(f"sampling {sampling!r} has no claim: {NOT_POISSON}")
+
+
 @dataclass(frozen=True)
 class PoissonGaussian:
     """`steps` independent Poisson draws, each answered by one Gaussian query per noise multiplier.

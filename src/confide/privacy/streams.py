@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from confide.errors import PrivacyError
-from confide.privacy.events import NOT_POISSON, Composed, PoissonGaussian
+from confide.privacy.events import Composed, PoissonGaussian, require_poisson
 from confide.privacy.queries import Query
 
 Adjacency = Literal["add-or-remove-one", "replace-one"]
@@ -149,8 +149,7 @@ class Stream:
 
     def __post_init__(self) -> None:
         where = f"stream {self.name!r}"
-        if self.sampling != "poisson":
-            raise PrivacyError(f"{where} samples by {self.sampling!r}, but {NOT_POISSON}")
+        require_poisson(self.sampling)
         if not self.parameters:
             raise PrivacyError(f"{where} trains no parameter")
         if len(set(self.parameters)) != len(self.parameters):
