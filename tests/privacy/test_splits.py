@@ -10,6 +10,8 @@ import pytest
 
 from confide.errors import PrivacyError
 from confide.privacy.accountant import epsilon
+from confide.privacy.distinguisher import epsilon_lower
+from confide.privacy.events import PoissonGaussian
 from confide.privacy.queries import Query
 from confide.privacy.splits import Rule, split, variance
 from confide.privacy.streams import Budget, Clipping, Schedule, Stream
@@ -56,12 +58,19 @@ def test_raptors_table(row: Any, stream: MakeStream) -> None:
     eps, share, basic, joint, ratio, shared = row
     schedule, budget = _two(stream), Budget(eps, DELTA)
     shares = {"shared": share, "experts": 1 - share}
+    # At ε ≤ 0.1 the table's noise is half a percent too much; what is found is proven to be the least.
+    tolerance = 2e-3 if eps * (1 - share) > 0.101 else 6e-3
     naive = split(schedule, budget, shares, "basic")
-    assert _noise(naive) == pytest.approx(basic, rel=2e-3)
+    assert _noise(naive) == pytest.approx(basic, rel=tolerance)
+    for sigma, part in zip(_noise(naive), (share, 1 - share), strict=True):
+        alone = PoissonGaussian(Q, (sigma,), STEPS)
+        assert epsilon(alone, DELTA / 2).epsilon <= part * eps
+        less = PoissonGaussian(Q, (sigma / 1.001,), STEPS)
+        assert epsilon_lower(less, DELTA / 2, interval=2e-5) > part * eps
     assert epsilon(naive.event(), DELTA).epsilon == pytest.approx(joint, abs=2e-3)
     for rule, expected in (("paper-ratio", ratio), ("shared_share", shared)):
         found = split(schedule, budget, shares, rule)  # type: ignore[arg-type]
-        assert _noise(found) == pytest.approx(expected, rel=2e-3)
+        assert _noise(found) == pytest.approx(expected, rel=tolerance)
         assert eps * (1 - 5e-4) <= epsilon(found.event(), DELTA).epsilon <= eps
     one, two = found.streams
     assert variance(one) / (variance(one) + variance(two)) == pytest.approx(share, rel=1e-6)
