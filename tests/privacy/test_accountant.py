@@ -328,3 +328,89 @@ def test_tiny_losses_get_a_finer_grid() -> None:
     claim = epsilon(event, 1e-5)
     lower = epsilon_lower(event, 1e-5, interval=1e-6)
     assert 0 < lower <= claim.epsilon <= lower * 1.05 + 1e-3
+
+
+LIGHT = Composed((PoissonGaussian(0.02, (3.0,), 100),))
+HEAVY = Composed((PoissonGaussian(0.02, (0.9,), 100),))
+
+
+def test_selection_inside_a_composition() -> None:
+    """Which event was drawn is known: so δ(ε) is the mixture, with whatever composes in each branch."""
+    other = PoissonGaussian(1.0, (5.0,), 1)
+    event = Composed((RandomSelection((0.9, 0.1), (LIGHT, HEAVY)), other))
+    claim = epsilon(event, 1e-5)
+    outside = epsilon(RandomSelection((0.9, 0.1), (Composed((LIGHT, other)), Composed((HEAVY, other)))), 1e-5)
+    assert claim.epsilon == pytest.approx(outside.epsilon, abs=2e-4)
+    assert epsilon(Composed((LIGHT, other)), 1e-5).epsilon < claim.epsilon
+    assert claim.epsilon < epsilon(Composed((HEAVY, other)), 1e-5).epsilon
+    assert claim.epsilon_lower is not None
+    assert claim.epsilon - 5e-3 <= claim.epsilon_lower <= claim.epsilon
+
+
+def test_selection_of_one_or_of_equals_is_that_event() -> None:
+    for mixed in (RandomSelection((1.0,), (HEAVY,)), RandomSelection((0.5, 0.5), (HEAVY, HEAVY))):
+        claim, plain = epsilon(mixed, 1e-5, "replace-one"), epsilon(HEAVY, 1e-5, "replace-one")
+        assert claim.epsilon == pytest.approx(plain.epsilon, abs=1e-6)
+        assert claim.epsilon_rdp == pytest.approx(plain.epsilon_rdp, rel=1e-9)
+        assert claim.epsilon_lower == pytest.approx(plain.epsilon_lower, abs=1e-4)
+
+
+@settings(max_examples=8, deadline=None)
+@given(p=st.floats(1e-6, 1 - 1e-6), first=st.floats(0.8, 4.0), second=st.floats(0.8, 4.0))
+def test_selection_lies_between_its_parts(p: float, first: float, second: float) -> None:
+    parts = [PoissonGaussian(0.05, (sigma,), 20) for sigma in (first, second)]
+    costs = sorted(epsilon(part, 1e-5).epsilon for part in parts)
+    claim = epsilon(RandomSelection((p, 1 - p), tuple(parts)), 1e-5)
+    other_way = epsilon(RandomSelection((1 - p, p), tuple(parts[::-1])), 1e-5)
+    assert costs[0] - 1e-4 <= claim.epsilon <= costs[1] + 1e-4
+    assert claim.epsilon == other_way.epsilon
+    assert claim.epsilon_lower is None or claim.epsilon_lower <= claim.epsilon
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([0.01, 0.1, 1.0]), st.floats(1.0, 30.0), st.integers(1, 30)),
+        min_size=2,
+        max_size=4,
+    ),
+    st.randoms(),
+)
+def test_more_events_never_cost_less_in_any_order(
+    groups: list[tuple[float, float, int]], random: np.random.Generator
+) -> None:
+    events = [PoissonGaussian(q, (sigma,), steps) for q, sigma, steps in groups]
+    whole = epsilon(Composed(tuple(events)), 1e-5)
+    assert 0 <= whole.epsilon < math.inf
+    random.shuffle(events)
+    assert epsilon(Composed((Composed(tuple(events[:1])), *events[1:])), 1e-5) == whole
+    fewer = epsilon(Composed(tuple(events[1:])), 1e-5).epsilon
+    assert fewer <= whole.epsilon + 1e-3 + 0.005 * whole.epsilon  # grids differ
+
+
+def test_what_no_single_accountant_can_price() -> None:
+    truncated = TruncatedPoissonGaussian(0.01, 1.0, 10, 1000, 30)
+    repeated = RepeatAndSelect(LIGHT, 3.0, 1.0)
+    with pytest.raises(PrivacyError, match="nothing prices both"):
+        epsilon(Composed((truncated, repeated)), 1e-5)
+    alone = epsilon(Composed((repeated, HEAVY)), 1e-5)
+    assert "RDP alone: PLD has no rule for repeat-and-select" in alone.accountant
+    assert alone.epsilon == alone.epsilon_rdp
+    # What was composed beside the repetition is certainly told apart.
+    assert alone.epsilon_lower == epsilon(HEAVY, 1e-5).epsilon_lower
+    with pytest.raises(PrivacyError, match=r"rounding.*RDP has no rule"):
+        epsilon(TruncatedPoissonGaussian(0.01, 1.0, 10_000, 1000, 30), 1e-12)
+    for silent in (
+        TruncatedPoissonGaussian(0.01, 0.0, 1, 1000, 30),
+        RepeatAndSelect(PoissonGaussian(0.1, (0.0,), 1), 2.0, 1.0),
+    ):
+        with pytest.raises(PrivacyError, match="no noise"):
+            epsilon(silent, 1e-5)
+
+
+def test_a_far_cap_changes_nothing_and_a_near_one_costs() -> None:
+    plain = epsilon(PoissonGaussian(0.01, (1.0,), 100), 1e-5)
+    far = epsilon(TruncatedPoissonGaussian(0.01, 1.0, 100, 1000, 1000), 1e-5)
+    near = epsilon(TruncatedPoissonGaussian(0.01, 1.0, 100, 1000, 15), 1e-5)
+    assert far.epsilon == pytest.approx(plain.epsilon, abs=1e-6)
+    assert near.epsilon > plain.epsilon + 0.1

@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 
 from confide.errors import PrivacyError
 from confide.privacy import rdp_filter, renyi
-from confide.privacy.events import Composed, PoissonGaussian
+from confide.privacy.events import (
+    Composed,
+    PoissonGaussian,
+    RepeatAndSelect,
+    TruncatedPoissonGaussian,
+)
 from confide.privacy.rdp_filter import ORDERS
 
 DELTA = 1e-6
@@ -72,3 +77,13 @@ def test_edges() -> None:
     assert rdp_filter.epsilon([event(0.1, 0.0, 1)], DELTA, "add-or-remove-one") == math.inf
     with pytest.raises(PrivacyError, match="between 0 and 1"):
         rdp_filter.epsilon([event(0.1, 1.0, 1)], 0.0, "add-or-remove-one")
+
+
+def test_a_repetition_passes_the_filter_and_a_truncated_draw_does_not() -> None:
+    base = event(0.02, 1.0, 50)
+    tuned = Composed((RepeatAndSelect(base, 5.0, 1.0),))
+    once = rdp_filter.epsilon([base], DELTA, "add-or-remove-one")
+    assert once < rdp_filter.epsilon([tuned], DELTA, "add-or-remove-one") < math.inf
+    truncated = Composed((TruncatedPoissonGaussian(0.01, 1.0, 5, 1000, 30),))
+    with pytest.raises(PrivacyError, match="no rule for truncated"):
+        rdp_filter.epsilon([base, truncated], DELTA, "add-or-remove-one")

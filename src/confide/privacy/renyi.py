@@ -43,6 +43,15 @@ def has_rule(event: Mechanism | Composed) -> bool:
     return not any(isinstance(part, TruncatedPoissonGaussian) for part in walk(event))
 
 
+def require_rule(event: Mechanism | Composed) -> None:
+    """Raises PrivacyError where RDP has no rule."""
+    if not has_rule(event):
+        raise PrivacyError(
+            "RDP has no rule for truncated Poisson draws, so no filter can add them to what is chosen later; "
+            "split a draw that is too large for memory instead of dropping units"
+        )
+
+
 def epsilon(event: Mechanism | Composed, delta: float, adjacency: Adjacency) -> float:
     """ε by RDP; infinite where no order gives a finite one."""
     divergence = divergences(event, adjacency)
@@ -69,11 +78,7 @@ def divergences(
     Raises:
         PrivacyError: an event for which RDP has no rule.
     """
-    if not has_rule(event):
-        raise PrivacyError(
-            "RDP has no rule for truncated Poisson draws, so no filter can add them to what is chosen later; "
-            "split a draw that is too large for memory instead of dropping units"
-        )
+    require_rule(event)
     mechanisms = effective(event)
     total = _gaussians([m for m in mechanisms if isinstance(m, PoissonGaussian)], adjacency, orders)
     for mechanism in mechanisms:
