@@ -31,6 +31,7 @@ def _json(*arguments: str) -> dict[str, object]:
 
 EPSILON = ("privacy", "epsilon", "--sampling-rate", "0.01", "--noise-multiplier", "1", "--steps", "1000")
 NOISE = ("privacy", "noise", "--epsilon", "4", "--delta", "1/n", "--records", "3680", "--batch", "16")
+PLAN = ("privacy", "plan", "--records", "1000")
 
 
 def test_epsilon() -> None:
@@ -51,6 +52,26 @@ def test_noise() -> None:
     assert found["epsilon"] <= 4  # type: ignore[operator]
     pair = _json(*NOISE, "--steps", "2300", "--queries", "2")
     assert pair["noise_multiplier"] == pytest.approx(0.8220, abs=2e-4)
+
+
+def test_plan() -> None:
+    found = _json(*PLAN, "--epsilon", "2", "--batch", "100", "--steps", "40", "--queries", "2")
+    (stream,) = found["streams"]  # type: ignore[misc]
+    noise = ("--noise-multiplier", str(stream["noise_multiplier"]))
+    again = _json(*PLAN, "--epsilon", "2", "--batch", "100", "--queries", "2", *noise)
+    assert again["streams"][0]["steps"] == 40  # type: ignore[index]
+    assert found["claim"]["epsilon_lower"] <= found["claim"]["epsilon"] <= 2  # type: ignore[index]
+    assert found["queries"] == 80
+
+
+def test_plan_with_a_base(tiny_base: Path) -> None:
+    arguments = (*PLAN, "--epsilon", "2", "--batch", "100", "--steps", "40", "--max-length", "20")
+    done = _confide(*arguments, "--base", str(tiny_base), "--rank", "2")
+    assert done.returncode == 0, done.stderr
+    assert "nothing has been" in done.stdout
+    assert "noise to signal" in done.stdout
+    assert "s per step" in done.stdout
+    assert "The setting looks sensible." in done.stdout
 
 
 @pytest.mark.slow
@@ -79,6 +100,14 @@ def test_noise_of_the_paper() -> None:
         ((*NOISE, "--epochs", "1", "--steps", "1"), "--epochs or --steps"),
         (NOISE, "--epochs or --steps"),
         (("privacy", "show", "nowhere"), "no privacy is claimed"),
+        ((*EPSILON, "--delta", "1e-5", "--sampling", "shuffled"), "22.8"),
+        ((*PLAN, "--epsilon", "2", "--batch", "100", "--steps", "10", "--sampling", "fixed-size"), "Poisson"),
+        (PLAN, "leave out exactly one"),
+        ((*PLAN, "--epsilon", "2", "--batch", "2000", "--steps", "10"), "expected batch"),
+        (
+            (*PLAN, "--epsilon", "2", "--batch", "100", "--steps", "10", "--base", "b", "--parameters", "5"),
+            "--base",
+        ),
     ],
 )
 def test_bad_input_is_one_message(arguments: tuple[str, ...], message: str) -> None:

@@ -93,14 +93,43 @@ def test_simulations_repeat(train: Train, reviews: Path, tmp_path: Path) -> None
 
 def test_a_dry_run_spends_nothing(train: Train, reviews: Path, tmp_path: Path) -> None:
     plan = train(reviews, "--dry-run", "--json").json()
-    assert (plan["units"], plan["steps"], plan["expected_batch"]) == (64, 2, 16.0)
-    assert plan["sampling_rate"] == 0.25
-    assert plan["epsilon"] <= 4
+    (stream,) = plan["streams"]
+    assert (plan["units"], stream["steps"], stream["expected_batch"]) == (64, 2, 16.0)
+    assert (stream["sampling_rate"], stream["queries_per_step"], plan["queries"]) == (0.25, 2, 4)
+    assert 3.9 < plan["claim"]["epsilon"] <= 4
+    assert plan["cost"]["seconds"] >= 2 * plan["cost"]["seconds_per_step"] > 0
+    assert plan["cost"]["memory_bytes"] > 2**20
+    assert any("2 steps are few" in sentence for sentence in plan["advice"])
     factors = 2 if Trainable().train_a else 1  # of query and value, 2 × 32 each; and the head
-    assert plan["trained_parameters"] == factors * 2 * 2 * 32 + 2 * 32 + 2
+    assert stream["trained_parameters"] == factors * 2 * 2 * 32 + 2 * 32 + 2
     assert "nothing has been" in " ".join(train(reviews, "--dry-run").out.split())
     assert not (tmp_path / "run").exists()
-    assert train(reviews, "--dry-run", "--json", "--method", "non-private").json()["epsilon"] is None
+    assert train(reviews, "--dry-run", "--json", "--method", "non-private").json()["claim"] is None
+
+
+def test_a_declared_n_does_not_move_with_one_record(
+    train: Train, write_csv: WriteCsv, sentences: Sentences
+) -> None:
+    """Counted, the default batch, q and δ follow the file; declared, one record more changes nothing."""
+    plans = {}
+    for rows in (80, 85):
+        data = write_csv(f"{rows}.csv", sentences(rows, 1))
+        for declared in ((), ("--declared-units", 64)):
+            arguments = ("--dry-run", "--json", "--delta", "n^-1.1", *declared)
+            plans[rows, bool(declared)] = train(data, *arguments).json()
+    assert plans[80, False]["claim"]["delta"] != plans[85, False]["claim"]["delta"]
+    for key in ("units", "claim", "streams"):
+        assert plans[80, True][key] == plans[85, True][key] == plans[80, False][key]
+
+
+def test_a_declared_n_is_what_the_statement_says(train: Train, reviews: Path, tmp_path: Path) -> None:
+    answer = train(reviews, "--declared-units", 100, "--expected-batch", 10)
+    assert answer.code == 0, answer.err
+    (spending,) = read_statement(tmp_path / "run" / "release").spendings
+    assert spending.units == 100
+    assert spending.schedule is not None
+    assert spending.schedule.streams[0].sampling_rate == 0.1
+    verify(tmp_path / "run" / "release")
 
 
 def test_units(train: Train, write_csv: WriteCsv, sentences: Sentences, tmp_path: Path) -> None:

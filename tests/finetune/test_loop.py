@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from confide.errors import ModelError
+from confide.errors import ModelError, PrivacyError
 from confide.finetune import loop
 from confide.finetune.binding import Binding
 from confide.finetune.loop import train
@@ -383,6 +383,14 @@ def test_progress(line: MakeLine) -> None:
         lambda done, total: seen.append((done, total)),
     )
     assert seen == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_adaptive_clipping_is_refused_before_anything_is_asked(line: MakeLine) -> None:
+    schedule = line_schedule(clipping=Clipping("adaptive", 1.0, count_noise=1.0), noise_multiplier=1.0)
+    asked: list[int] = []
+    with pytest.raises(PrivacyError, match="clips adaptively"):
+        train(line(torch.ones(2, 1)).binding, schedule, Keys.fixed(0), first_query=lambda: asked.append(1))
+    assert not asked
 
 
 def test_a_parameter_that_is_not_there(line: MakeLine) -> None:

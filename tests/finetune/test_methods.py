@@ -132,3 +132,9 @@ def test_weight_decay_beside_an_anchor(lora: Adapted) -> None:
 def test_bad_settings(bad: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         Settings.model_validate(bad)
+
+
+@pytest.mark.parametrize("key", ["sampling", "sampler", "shuffle"])
+def test_another_sampler_is_refused_with_the_number(key: str) -> None:
+    with pytest.raises(ConfigError, match=r"only Poisson draws .* 22\.8 .* 37\.4"):
+        Settings.of({key: "shuffled"})

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable
@@ -18,8 +19,9 @@ from confide.privacy.calibration import (
     resolve_delta,
 )
 from confide.privacy.distinguisher import epsilon_lower
-from confide.privacy.events import PoissonGaussian
-from confide.privacy.streams import Budget, Schedule, Stream
+from confide.privacy.events import Composed, PoissonGaussian
+from confide.privacy.queries import Query
+from confide.privacy.streams import Budget, Clipping, Schedule, Stream
 
 
 def _cost(q: float, sigma: float, steps: int, delta: float) -> float:
@@ -135,3 +137,58 @@ def test_delta_warning() -> None:
     assert "random record" in (delta_warning(1 / 1000, 1000) or "")
     assert delta_warning(1 / 10_000, 1000) is None  # what auto gives for large n
     assert delta_warning(1.01 / 10_000, 1000) is not None
+
+
+def test_fixed_queries_keep_their_noise_and_are_paid_first(stream: Callable[..., Stream]) -> None:
+    """The page's example: a Gram release of σ = 10 costs the gradients a thousandth more noise."""
+    plain = Schedule((stream(sampling_rate=16 / 3680, steps=2300),))
+    schedule = dataclasses.replace(plain, queries=(Query("grams", "gram", (math.sqrt(48) * 5,) * 48),))
+    budget = Budget(4.0, 1 / 3680)
+    found = calibrate(schedule, budget)
+    assert found.queries == schedule.queries
+    assert found.streams[0].noise_multiplier == pytest.approx(0.5837, abs=2e-4)
+    assert 3.998 <= epsilon(found.event(), budget.delta).epsilon <= 4.0
+
+
+def test_the_count_of_adaptive_clipping_is_paid_for(stream: Callable[..., Stream]) -> None:
+    clipping = Clipping("adaptive", 1.0, count_noise=1.0)
+    budget = Budget(2.0, 1e-5)
+    found = calibrate(Schedule((stream(clipping=clipping),)), budget).streams[0]
+    plain = calibrate(Schedule((stream(),)), budget).streams[0]
+    assert found.clipping == clipping
+    # Together they must reveal what the gradient alone does: 1/σ² + 1/(2·1)² is the same.
+    together = (found.noise_multiplier**-2 + 1 / 4) ** -0.5
+    assert together == pytest.approx(plain.noise_multiplier, rel=3e-4)
+
+
+def test_a_budget_that_fixed_queries_spend_is_refused_at_once(stream: Callable[..., Stream]) -> None:
+    grams = dataclasses.replace(Schedule((stream(),)), queries=(Query("grams", "gram", (0.5,)),))
+    with pytest.raises(PrivacyError, match=r"grams.* alone cost epsilon = .* leaves nothing of 1"):
+        calibrate(grams, Budget(1.0, 1e-5))
+    counted = Schedule((stream("all", clipping=Clipping("adaptive", 1.0, count_noise=0.1)),))
+    with pytest.raises(PrivacyError, match="clipping count of all"):
+        calibrate(counted, Budget(1.0, 1e-5))
+
+
+def test_almost_no_room_beside_fixed_queries(stream: Callable[..., Stream]) -> None:
+    query = Query("score", "accuracy", (4.0,))
+    spent = epsilon(Composed((query.event(),)), 1e-5).epsilon
+    schedule = dataclasses.replace(Schedule((stream(),)), queries=(query,))
+    found = calibrate(schedule, Budget(spent * 1.01, 1e-5))
+    assert found.streams[0].noise_multiplier > 3
+    assert epsilon(found.event(), 1e-5).epsilon <= spent * 1.01
+    with pytest.raises(PrivacyError, match="alone cost"):
+        calibrate(schedule, Budget(spent * 0.9999, 1e-5))
+
+
+@pytest.mark.parametrize("ascent", ["none", "paired", "fresh", "lagged"])
+def test_every_ascent_is_calibrated_exactly(ascent: str, stream: Callable[..., Stream]) -> None:
+    asks = ascent in ("paired", "fresh")
+    one = stream(
+        ascent=ascent, ascent_radius=0.0 if ascent == "none" else 0.1, ascent_noise=3.0 if asks else None
+    )
+    budget = Budget(1.5, 1e-5)
+    found = calibrate(Schedule((one,)), budget)
+    assert 1.4985 <= epsilon(found.event(), 1e-5).epsilon <= 1.5
+    if asks:
+        assert found.streams[0].ascent_noise == pytest.approx(3 * found.streams[0].noise_multiplier)

@@ -11,8 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from confide.errors import PrivacyError
-from confide.privacy import accountant, rdp_filter
-from confide.privacy.events import Composed, PoissonGaussian, effective
+from confide.privacy import rdp_filter, renyi
+from confide.privacy.events import (
+    Composed,
+    PoissonGaussian,
+    RepeatAndSelect,
+    TruncatedPoissonGaussian,
+)
 from confide.privacy.rdp_filter import ORDERS
 
 DELTA = 1e-6
@@ -62,7 +67,7 @@ def test_gaussians_by_hand() -> None:
 def test_never_below_what_fixed_runs_cost(runs: list[tuple[float, float, int]], delta: float) -> None:
     events = [event(*run) for run in runs]
     filtered = rdp_filter.epsilon(events, delta, "add-or-remove-one")
-    fixed = accountant._rdp(effective(Composed(tuple(events))), delta, "add-or-remove-one")
+    fixed = renyi.epsilon(Composed(tuple(events)), delta, "add-or-remove-one")
     assert filtered >= fixed * (1 - 1e-9)
     assert filtered >= rdp_filter.epsilon(events[:-1], delta, "add-or-remove-one")
 
@@ -72,3 +77,13 @@ def test_edges() -> None:
     assert rdp_filter.epsilon([event(0.1, 0.0, 1)], DELTA, "add-or-remove-one") == math.inf
     with pytest.raises(PrivacyError, match="between 0 and 1"):
         rdp_filter.epsilon([event(0.1, 1.0, 1)], 0.0, "add-or-remove-one")
+
+
+def test_a_repetition_passes_the_filter_and_a_truncated_draw_does_not() -> None:
+    base = event(0.02, 1.0, 50)
+    tuned = Composed((RepeatAndSelect(base, 5.0, 1.0),))
+    once = rdp_filter.epsilon([base], DELTA, "add-or-remove-one")
+    assert once < rdp_filter.epsilon([tuned], DELTA, "add-or-remove-one") < math.inf
+    truncated = Composed((TruncatedPoissonGaussian(0.01, 1.0, 5, 1000, 30),))
+    with pytest.raises(PrivacyError, match="no rule for truncated"):
+        rdp_filter.epsilon([base, truncated], DELTA, "add-or-remove-one")

@@ -18,7 +18,7 @@ from confide.errors import ConfigError
 from confide.experiment.plan import MergePlan, Plan, TaskPlan
 from confide.finetune.methods import schedule
 from confide.finetune.prepare import Prepared, Progress, score_test
-from confide.finetune.run import FineTuned, PublicBase, finetune, prepare
+from confide.finetune.run import FineTuned, PublicBase, finetune, prepare, public_units
 from confide.finetune.settings import Settings
 from confide.geometry.drift import folder_drift
 from confide.merging.merge import merge
@@ -155,7 +155,7 @@ def _check_before_training(plan: Plan, tasks: list[TaskData], base: PublicBase) 
         # Which blocks and layers there are is the base's matter: the same for every task.
         adapted = adapt(load_classifier(base.folder, tasks[0].labels, 0), settings.trainable, 0)
         for task in tasks:
-            schedule(settings, adapted, task.train.units.count, task.train.units.name)
+            schedule(settings, adapted, public_units(task, settings), task.train.units.name)
 
 
 def model_folder(out: Path, method: str, seed: int, task: str) -> Path:

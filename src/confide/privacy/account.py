@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from confide.errors import PrivacyError
-from confide.privacy import accountant, calibration, rdp_filter
+from confide.privacy import accountant, calibration, rdp_filter, renyi
 from confide.privacy.chain import Entry
 from confide.privacy.composition import canonical, check_spending, common_adjacency
 from confide.privacy.events import Composed, PoissonGaussian
@@ -90,8 +90,10 @@ class Account:
 
         Raises:
             PrivacyError: it would pass the cap (the message says what is left), it protects another unit
-                than earlier runs under a cap, or it was charged already.
+                than earlier runs under a cap, the filter has no rule for it, or it was charged already.
         """
+        if spending.event is not None:
+            renyi.require_rule(spending.event)
         if any(charge.spending.run == spending.run for charge in self.charges):
             raise PrivacyError(f"run {spending.run} is charged to {self.dataset} already")
         if self.cap is None or self.fits(spending):

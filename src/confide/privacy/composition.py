@@ -228,11 +228,22 @@ def check(statement: Statement) -> None:
         ("epsilon", claim.epsilon, honest.epsilon),
         ("epsilon by RDP", claim.epsilon_rdp, honest.epsilon_rdp),
     ):
+        if printed is None:
+            continue
+        if real is None:
+            raise PrivacyError(
+                f"the claim doesn't hold: it says {name} = {printed:.6g}, but nothing gives it"
+            )
         if printed < real * (1 - _TOLERANCE):
             raise PrivacyError(
                 f"the claim doesn't hold: it says {name} = {printed:.6g}, but its events cost {real:.6g} at "
                 f"delta = {claim.delta:.3g} ({honest.accountant})"
             )
+    if claim.epsilon_lower is not None and claim.epsilon_lower > honest.epsilon * (1 + _TOLERANCE):
+        raise PrivacyError(
+            f"the claim doesn't hold: it says epsilon is certainly above {claim.epsilon_lower:.6g}, but its "
+            f"events cost at most {honest.epsilon:.6g}"
+        )
 
 
 def per_dataset(statement: Statement) -> dict[str, Claim]:
@@ -284,7 +295,13 @@ def _claim(
         for group in itertools.combinations(events.values(), min(touched, len(events)))
     ]
     worst = max(claims, key=lambda claim: claim.epsilon)
-    return worst.model_copy(update={"epsilon_rdp": max(claim.epsilon_rdp for claim in claims)}), None
+    renyi = [claim.epsilon_rdp for claim in claims]
+    lower = [claim.epsilon_lower for claim in claims if claim.epsilon_lower is not None]
+    together = {
+        "epsilon_rdp": None if None in renyi else max(value for value in renyi if value is not None),
+        "epsilon_lower": max(lower, default=None),
+    }
+    return worst.model_copy(update=together), None
 
 
 def common_adjacency(spendings: Sequence[Spending]) -> Adjacency:

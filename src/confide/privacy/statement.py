@@ -27,13 +27,16 @@ class Claim(_Frozen):
 
     Attributes:
         epsilon: from privacy loss distributions (PLD), never an approximation from below.
-        epsilon_rdp: the Rényi bound at the same δ, for comparison.
+        epsilon_rdp: the Rényi bound at the same δ, for comparison; None where RDP has no rule.
+        epsilon_lower: an ε that is certainly exceeded, by an explicit test (`distinguisher`); None where
+            nothing is proven.
         accountant: library, version and discretisation that computed `epsilon`.
     """
 
     epsilon: float = Field(ge=0, allow_inf_nan=False)
     delta: float = Field(gt=0, lt=1)
-    epsilon_rdp: float = Field(ge=0, allow_inf_nan=False)
+    epsilon_rdp: float | None = Field(ge=0, allow_inf_nan=False)
+    epsilon_lower: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     accountant: str
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from confide.privacy.events import PoissonGaussian, leaves
+from confide.privacy.events import queries
 from confide.privacy.statement import Claim, Spending, Statement
 from confide.privacy.words import round_up
 from confide.release.format import Head, ReleaseInfo
@@ -130,7 +130,12 @@ def _promise(claim: Claim, statement: Statement) -> str:
     units = " or ".join(sorted({f"one {spending.unit}" for spending in statement.spendings})) or "one record"
     adjacency = {spending.adjacency for spending in statement.spendings}
     change = "replaced by another" if adjacency == {"replace-one"} else "added or removed"
-    shared, renyi = "", round_up(claim.epsilon_rdp, 4)
+    shared = ""
+    renyi = (
+        f"; the Rényi bound at the same δ is {round_up(claim.epsilon_rdp, 4)}"
+        if claim.epsilon_rdp is not None
+        else ""
+    )
     if statement.kind == "merge" and len({spending.dataset for spending in statement.spendings}) > 1:
         shared = (
             " The data sets were declared to share no unit, so each unit is in one of them; if that "
@@ -142,7 +147,7 @@ def _promise(claim: Claim, statement: Statement) -> str:
         f"**ε = {round_up(claim.epsilon, 4)}, δ = {round_up(claim.delta, 3)}.** Whether {units} was {change} "
         "changes the probability of any outcome of the training by at most a factor e^ε, up to δ. That holds "
         "against anybody who has these weights, whatever else they know and however much they compute. It is "
-        f"an upper bound ({claim.accountant}); the Rényi bound at the same δ is {renyi}.{shared}"
+        f"an upper bound ({claim.accountant}){renyi}.{shared}"
     )
 
 
@@ -150,15 +155,10 @@ def _spending(spending: Spending) -> str:
     unit = "records" if spending.unit == "record" else f"units (values of `{spending.unit}`)"
     if spending.event is None:
         return f"- `{spending.dataset}`, {spending.units} {unit}: {spending.no_claim or 'no claim'}"
-    queries = sum(event.steps * len(event.noise_multipliers) for event in _gaussians(spending))
     return (
         f"- `{spending.dataset}`, {spending.units} {unit} ({spending.adjacency.replace('-', ' ')}): "
-        f"{_count(queries, 'noisy query', 'noisy queries')} on random minibatches"
+        f"{_count(queries(spending.event), 'noisy query', 'noisy queries')} on random minibatches"
     )
-
-
-def _gaussians(spending: Spending) -> tuple[PoissonGaussian, ...]:
-    return leaves(spending.event) if spending.event else ()
 
 
 def _count(number: int, one: str, many: str | None = None) -> str:
