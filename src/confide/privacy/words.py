@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Literal
 
 from confide.privacy.calibration import delta_warning
 from confide.privacy.events import PoissonGaussian, leaves
-from confide.privacy.statement import Spending, Statement
+from confide.privacy.statement import OwnersChecked, Spending, Statement
 from confide.privacy.streams import Adjacency
 
 _NEIGHBOURS: dict[Adjacency, str] = {
@@ -42,8 +43,11 @@ def assumptions(
         "before, which records are in which part is public too.",
         "The claim holds against somebody who sees every noisy update; who sees only the final model sees "
         "less than the accounting assumes.",
-        "The base model is public. If its own training data held these records, this claim doesn't cover it.",
-        "Running time, memory and aborted runs are not protected.",
+        "The base model and its tokenizer are public and were not chosen or changed by looking at these "
+        "records. If the base's own training data held these records, this claim doesn't cover it.",
+        "Running time, memory, aborted runs and error messages are not protected.",
+        "Scores on test records are not noised; they are no part of the release, and the claim doesn't cover "
+        "them.",
         "The bound is for exact arithmetic on the noisy sums; noise is drawn and added in float64, and the "
         "rounding of floating point is not part of it.",
     ]
@@ -59,12 +63,35 @@ def assumptions(
     return tuple(sentences)
 
 
-def disjointness(datasets: tuple[str, ...]) -> str:
-    """What a declared disjointness assumes."""
+def disjointness(inputs: Sequence[tuple[str, ...]], checked: OwnersChecked | None) -> str:
+    """What a merge assumes that says that no unit is in data sets of two inputs.
+
+    Args:
+        inputs: names of the data sets of each.
+        checked: how the owners found out; None if they only declared it.
+    """
+    apart = [_list(names) if len(names) == 1 else f"({_list(names)})" for names in inputs if names]
+    said = "Their owners declared it" if checked is None else f"Their owners checked it ({checking(checked)})"
     return (
-        f"The data sets {_list(datasets)} share no unit, and which data set a unit belongs to is fixed. "
-        "Their owners declared it; if it is wrong, the claim is too small."
+        f"The data sets {_list(tuple(dict.fromkeys(apart)))} share no unit, and which data set a unit "
+        f"belongs to is fixed. {said}; if it is wrong, the claim is too small."
     )
+
+
+def apart(statement: Statement) -> str:
+    """What is said about the data sets of a merge, as the start of a sentence."""
+    match statement.disjoint:
+        case None:
+            return "Nobody declared that the data sets of different inputs share no unit"
+        case OwnersChecked() as checked:
+            return f"The owners checked that no unit is in data sets of two inputs ({checking(checked)})"
+        case _:
+            return "It was declared that no unit is in data sets of two inputs"
+
+
+def checking(checked: OwnersChecked) -> str:
+    """How and when owners compared their data sets."""
+    return f"{checked.how.rstrip('. ')}, {checked.when.isoformat()}"
 
 
 def describe(statement: Statement) -> tuple[str, ...]:
@@ -86,8 +113,8 @@ def describe(statement: Statement) -> tuple[str, ...]:
         )
         if statement.disjoint and len(datasets) > 1:
             lines.append(
-                "The data sets are declared to share no unit, so the claim is that of the data set that "
-                "costs most, not their sum."
+                f"{apart(statement)}, so the claim is that of the data set that costs most, or of those that "
+                "one unit may be in."
             )
     lines += [_spending(spending) for spending in statement.spendings]
     return tuple(lines)

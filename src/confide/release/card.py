@@ -14,7 +14,7 @@ FILE_NAME = "README.md"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def render(info: ReleaseInfo, statement: Statement) -> str:
+def render(info: ReleaseInfo, statement: Statement, signed_by: str | None = None) -> str:
     """The card of a release, as Hugging Face reads it: YAML front matter, then Markdown.
 
     Every word follows from the release format and the statement, so the card reveals nothing that they
