@@ -124,11 +124,16 @@ def _spending(spending: Spending) -> str:
     start = (
         f"Run {spending.run} on {spending.dataset} ({spending.units} units; a unit is one {_unit(spending)})"
     )
+    return f"{start}: {asked(spending)}."
+
+
+def asked(spending: Spending) -> str:
+    """What one run asked of its records, and how much of it ran."""
     if spending.event is None:
-        return f"{start}: no claim, {spending.no_claim or 'no reason is given'}"
-    ran = ", ".join(f"{name} {steps}" for name, steps in spending.steps_run.items())
+        return f"no claim, {spending.no_claim or 'no reason is given'}"
     queries = "; ".join(_query(leaf) for leaf in leaves(spending.event)) or "nothing was asked"
-    return f"{start}: {queries}. Steps run: {ran}."
+    ran = ", ".join(f"{name} {steps}" for name, steps in spending.steps_run.items())
+    return f"{queries}. Steps run: {ran}"
 
 
 def _query(leaf: PoissonGaussian) -> str:
