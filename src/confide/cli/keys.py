@@ -14,6 +14,8 @@ from confide.cli.output import print_json
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+    from confide.privacy.statement import Statement
+
 app = typer.Typer(help="Make and show the key that signs your statements.", no_args_is_help=True)
 
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
@@ -80,13 +82,16 @@ def signing_key(option: str | None) -> Ed25519PrivateKey | None:
     return _load(Path(chosen) if chosen else signature.default_place())
 
 
-def signed(key: str | None) -> str:
-    """What a command says of the statement that it wrote."""
+def signed(statement: Statement) -> str:
+    """What a command says of the signature of the statement that it wrote."""
     from confide.privacy.signature import fingerprint
 
-    if key is None:
+    if statement.signature is None:
         return "Not signed: nobody asserts that noise was added. `confide keys new` makes a key."
-    return f"Signed by {fingerprint(key)}: the owner of this key asserts that noise was added as stated."
+    by = f"Signed by {fingerprint(statement.signature.key)}"
+    if statement.kind == "merge":
+        return f"{by}, which answers for the merge; the inputs' keys answer for the noise."
+    return f"{by}, whose owner asserts that noise was added as stated."
 
 
 def _load(file: Path) -> Ed25519PrivateKey:

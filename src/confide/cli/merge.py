@@ -119,7 +119,7 @@ def _print(report: MergeReport, out: Path) -> None:
         print(f"Claim: ({round_up(claim.epsilon)}, {round_up(claim.delta, 3)})-DP, {_how(report)}.")
     else:
         print(f"No claim: {report.statement.no_claim}")
-    print(signed(report.statement.signature.key if report.statement.signature else None))
+    print(signed(report.statement))
     print(
         f"Written to {out}; `confide verify {out}` checks everything, `confide privacy card {out}` explains."
     )

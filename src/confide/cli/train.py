@@ -153,7 +153,7 @@ def train(
     if json:
         print_json(summary)
     else:
-        _show(result, summary, score)
+        _show(result, statement, summary, score)
 
 
 def _summary(result: FineTuned, statement: Statement, out: Path, score: float) -> dict[str, Any]:
@@ -185,7 +185,7 @@ def _number_or_rule(delta: str) -> float | str:
     return value
 
 
-def _show(result: FineTuned, summary: dict[str, Any], score: float) -> None:
+def _show(result: FineTuned, statement: Statement, summary: dict[str, Any], score: float) -> None:
     from confide.privacy.calibration import delta_warning
     from confide.privacy.words import describe
 
@@ -194,7 +194,7 @@ def _show(result: FineTuned, summary: dict[str, Any], score: float) -> None:
     claim = result.statement.claim
     if claim and (warning := delta_warning(claim.delta, result.statement.spendings[0].units)):
         print(f"Warning: {warning}.")
-    print(signed(summary["signed_by"]))
+    print(signed(statement))
     task = result.prepared.task
     print(
         f"{summary['metric']} on {len(task.test)} test records: {100 * score:.1f} %. "

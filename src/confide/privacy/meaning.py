@@ -50,11 +50,15 @@ def of_group(claim: Claim, size: int) -> tuple[float, float]:
 
 def promise(claim: Claim, statement: Statement) -> str:
     """The claim as one sentence."""
-    units = " or ".join(sorted({_one(spending.unit) for spending in statement.spendings})) or "one record"
+    units: dict[str, list[str]] = {}
+    for spending in statement.spendings:
+        names = units.setdefault(spending.unit, [])
+        names += [spending.dataset] if spending.dataset not in names else []
+    changed = " or ".join(f"{_one(unit)} of {' or '.join(names)}" for unit, names in units.items())
     adjacency = {spending.adjacency for spending in statement.spendings}
     change = "replaced by another" if "replace-one" in adjacency else "added or removed"
     return (
-        f"Whether {units} was {change} changes the probability of whatever anybody may do or conclude with "
+        f"Whether {changed} was {change} changes the probability of whatever anybody may do or conclude with "
         f"this release by at most a factor e^ε = {round_up(math.exp(min(claim.epsilon, 700.0)), 3)}, plus "
         f"δ = {round_up(claim.delta, 3)}."
     )
@@ -117,4 +121,4 @@ def unit_word(statement: Statement) -> str:
 
 
 def _one(unit: str) -> str:
-    return "one record" if unit == "record" else f"everything of one {unit}"
+    return "one record" if unit == "record" else f"all that belongs to one {unit}"

@@ -70,12 +70,13 @@ def new_key(file: Path, passphrase: str | None = None) -> Ed25519PrivateKey:
     return key
 
 
-def load_key(file: Path, passphrase: str | None = None) -> Ed25519PrivateKey:
+def load_key(file: str | Path, passphrase: str | None = None) -> Ed25519PrivateKey:
     """Read a private key.
 
     Raises:
         PrivacyError: no such file, others can read it, a wrong or missing passphrase, or no Ed25519 key.
     """
+    file = Path(file)
     try:
         content = file.read_bytes()
         mode = file.stat().st_mode & 0o077

@@ -18,11 +18,6 @@ from confide.release.verify import UNSIGNED, Check
 
 _FALSE_ALARMS = (0.001, 0.01, 0.1)
 _GROUPS = (1, 2, 5)
-_ASSERTED = (
-    "Arithmetic and integrity are checked: ε follows from the events, and the files are the ones that the "
-    "statement is about. That noise was added can't be seen from outside. It is asserted by the key that "
-    "signed."
-)
 
 
 @dataclass(frozen=True)
@@ -212,7 +207,7 @@ def _together(claim: Claim, statement: Statement) -> Section:
     if worst and worst.epsilon > claim.epsilon * (1 + 1e-9):
         paragraphs.append(
             f"If all data sets did share units, ε would be {round_up(worst.epsilon, 4)} instead of "
-            f"{round_up(claim.epsilon, 4)}. Under that assumption the claim is the largest over the sets of "
+            f"{round_up(claim.epsilon, 4)}. As it is, the claim is the largest over the sets of "
             "data sets that one unit may be in."
         )
     else:
@@ -222,9 +217,16 @@ def _together(claim: Claim, statement: Statement) -> Section:
 
 def _answers(statement: Statement) -> Section:
     rows = tuple(_signers(statement))
-    return Section(
-        "Who answers for it", (_ASSERTED,), tables=(Table(("statement", "on", "signed by"), rows, 3),)
+    asserted = (
+        "The key that signed a run's statement asserts it; a merge's key answers for the merge."
+        if all(row[-1] != UNSIGNED for row in rows)
+        else "Where nobody signed, nobody asserts it."
     )
+    said = (
+        "Arithmetic and integrity are checked: ε follows from the events, and the files are the ones that "
+        f"the statement is about. That noise was added can't be seen from outside. {asserted}"
+    )
+    return Section("Who answers for it", (said,), tables=(Table(("statement", "on", "signed by"), rows, 3),))
 
 
 def _signers(
