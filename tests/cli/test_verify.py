@@ -67,7 +67,7 @@ def test_a_release_through_all_its_checks(confide: Confide, release: Path, key: 
 
     (release / "statement.json").write_text(json.dumps({**said, "signature": None}))
     bare = confide("verify", release)
-    assert "nobody asserts that noise was added" in bare.out
+    assert "nobody signed, so nobody asserts it" in bare.out
     refused(confide("verify", release, "--key", key), "not signed", "was demanded")
     (release / "statement.json").write_text(json.dumps(said)[:500])
     refused(confide("verify", release), "truncated")
@@ -119,6 +119,14 @@ def test_a_merge_that_owners_checked(
         "input 2",
     ]
     assert "hashed ids compared, 2026-11-29" in confide("privacy", "card", merged).out
+
+    confide("ledger", "export", tmp_path / "book.json")
+    found = confide("verify", merged, "--ledger", tmp_path / "book.json", "--json").json()
+    assert [check["result"] for check in found["checks"] if check["what"] == "ledger"] == ["ok", "ok"]
+    assert train(data, "--dataset", "x", "--ledger", tmp_path / "other.sqlite", out="x").code == 0
+    strange = confide("verify", merged, "--ledger", tmp_path / "other.sqlite")
+    assert strange.code == 0
+    assert "isn't in this ledger" in strange.out
 
     spoilt = shutil.copytree(merged, tmp_path / "spoilt")
     said = json.loads((spoilt / "statement.json").read_text())

@@ -56,8 +56,10 @@ def verify(
     if failed:
         raise ReleaseError(f"{folder} is not what it claims to be: {failed[0].what}: {failed[0].detail}")
     if not json:
+        signed = statement is not None and statement.signature is not None
         print(
-            "Arithmetic and integrity were checked; that noise was added is asserted by who signed, not seen."
+            "Arithmetic and integrity were checked. That noise was added can't be seen: "
+            + ("it is asserted by who signed." if signed else "nobody signed, so nobody asserts it.")
         )
 
 

@@ -46,7 +46,8 @@ def examine(
         folder: the release.
         trusted: names by public key. If given, every statement in the release, those of a merge's inputs
             too, must be signed by one of these keys.
-        ledger: a whole, checked ledger, in which the runs must be charged.
+        ledger: a whole, checked ledger, in which the run must be charged, or those of a merge's runs that
+            are in this ledger.
 
     Returns:
         The statement (None if it can't be read) and the checks, in the order in which they were made.
@@ -67,7 +68,7 @@ def examine(
         _tried("claim", lambda: _claim(statement)),
         _tried("signature", lambda: _signature(said, trusted, file)),
         *_inputs(statement, trusted, "input "),
-        *(_charged(run, ledger) for run in _runs(statement)),
+        *(_charged(run, ledger, alone=statement.kind == "training") for run in _runs(statement)),
     ]
     return statement, tuple(checks)
 
@@ -161,7 +162,7 @@ def _runs(statement: Statement) -> list[Statement]:
     return list({run.spendings[0].run: run for run in found if run.spendings}.values())
 
 
-def _charged(statement: Statement, entries: Sequence[Entry] | None) -> Check:
+def _charged(statement: Statement, entries: Sequence[Entry] | None, *, alone: bool) -> Check:
     """Whether a run is charged in the ledger, for what its statement says, and not refunded."""
     spending, noted = statement.spendings[0], statement.ledger
     if noted is None:
@@ -176,10 +177,11 @@ def _charged(statement: Statement, entries: Sequence[Entry] | None) -> Check:
         account = accounts(entries).get(canonical(spending.dataset), Account(""))
         charge = next((charge for charge in account.charges if charge.entry == noted.entry), None)
         hashes = [entry.hash for entry in entries]
+        where = f"run {spending.run} on {spending.dataset}"
+        if charge is None and not alone:
+            return Check("ledger", "note", f"{where} isn't in this ledger; it may be in another owner's")
         if charge is None or noted.head not in hashes:
-            raise PrivacyError(
-                f"the ledger doesn't hold run {spending.run} on {spending.dataset}, or was cut"
-            )
+            raise PrivacyError(f"the ledger doesn't hold {where}, or was cut")
         unran: dict[str, Any] = {"steps_run": {}}
         if charge.spending.model_copy(update=unran) != spending.model_copy(update=unran):
             raise PrivacyError(f"the ledger charged run {spending.run} for something else")
