@@ -20,12 +20,12 @@ def _chain(count: int = 3) -> list[Entry]:
     return entries
 
 
-def _export(file: Path, entries: list[Entry], **changes: Any) -> Path:
+def _export(file: Path, chained: list[Entry], **changes: Any) -> Path:
     """As `confide ledger export` writes it; tests/cli/test_verify.py reads a real one."""
     listed = [
-        {"position": e.position, "dataset": e.dataset, "content": e.value, "hash": e.hash} for e in entries
+        {"position": e.position, "dataset": e.dataset, "content": e.value, "hash": e.hash} for e in chained
     ]
-    value = {"schema": chain.SCHEMA, "head": chain.head(entries), "entries": listed, **changes}
+    value = {"schema": chain.SCHEMA, "head": chain.head(chained), "entries": listed, **changes}
     file.write_text(json.dumps(value, indent=2))
     return file
 

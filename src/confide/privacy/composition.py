@@ -23,7 +23,8 @@ from confide.privacy.statement import (
     Spending,
     Statement,
 )
-from confide.privacy.streams import Adjacency, Schedule
+from confide.privacy.statement import common_adjacency as common_adjacency
+from confide.privacy.streams import Schedule
 
 _TOLERANCE = 1e-6  # relative; what another machine's floating point may change
 
@@ -361,12 +362,6 @@ def _claim(
         "epsilon_lower": max(lower, default=None),
     }
     return worst.model_copy(update=together), None
-
-
-def common_adjacency(spendings: Sequence[Spending]) -> Adjacency:
-    """The one to price all under: the costlier if they differ, as the mechanisms hold under both."""
-    kinds = {spending.adjacency for spending in spendings}
-    return "replace-one" if "replace-one" in kinds else "add-or-remove-one"
 
 
 def _by_dataset(spendings: Sequence[Spending]) -> dict[str, Composed]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from confide.privacy.statement import Claim, Statement
+from confide.privacy.statement import Claim, Statement, common_adjacency
 from confide.privacy.words import round_up
 
 ADVERSARY = (
@@ -55,8 +55,8 @@ def promise(claim: Claim, statement: Statement) -> str:
         names = units.setdefault(spending.unit, [])
         names += [spending.dataset] if spending.dataset not in names else []
     changed = " or ".join(f"{_one(unit)} of {' or '.join(names)}" for unit, names in units.items())
-    adjacency = {spending.adjacency for spending in statement.spendings}
-    change = "replaced by another" if "replace-one" in adjacency else "added or removed"
+    replaced = common_adjacency(statement.spendings) == "replace-one"
+    change = "replaced by another" if replaced else "added or removed"
     return (
         f"Whether {changed} was {change} changes the probability of whatever anybody may do or conclude with "
         f"this release by at most a factor e^ε = {round_up(math.exp(min(claim.epsilon, 700.0)), 3)}, plus "

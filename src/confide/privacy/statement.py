@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -168,6 +168,12 @@ class Statement(_Frozen):
     def merged(self) -> tuple[Statement, ...]:
         """The inputs' statements, read; PrivacyError where one can't be."""
         return tuple(parse(said, f"the statement of input {n}") for n, said in enumerate(self.inputs, 1))
+
+
+def common_adjacency(spendings: Sequence[Spending]) -> Adjacency:
+    """The one to price all under: the costlier if they differ, as the mechanisms hold under both."""
+    kinds = {spending.adjacency for spending in spendings}
+    return "replace-one" if "replace-one" in kinds else "add-or-remove-one"
 
 
 def parse(said: Mapping[str, Any], where: str) -> Statement:

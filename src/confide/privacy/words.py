@@ -8,7 +8,7 @@ from typing import Literal
 
 from confide.privacy.calibration import delta_warning
 from confide.privacy.events import PoissonGaussian, leaves
-from confide.privacy.statement import OwnersChecked, Spending, Statement
+from confide.privacy.statement import OwnersChecked, Spending, Statement, common_adjacency
 from confide.privacy.streams import Adjacency
 
 _NEIGHBOURS: dict[Adjacency, str] = {
@@ -102,13 +102,13 @@ def describe(statement: Statement) -> tuple[str, ...]:
     if claim is None:
         lines.append(f"No privacy is claimed: {statement.no_claim or 'no reason is given'}")
     else:
-        change = sorted({_NEIGHBOURS[spending.adjacency] for spending in statement.spendings})
+        change = _NEIGHBOURS[common_adjacency(statement.spendings)]
         names = {spending.unit for spending in statement.spendings}
         unit = "record" if names == {"record"} else "unit"
         budget = f"ε = {round_up(claim.epsilon)}, δ = {round_up(claim.delta, 3)}"
         lines.append(
             f"The weights are ({budget})-differentially private for "
-            f"{' or '.join(change)} any one {unit} of {_list(datasets)}. The bound is {claim.accountant}"
+            f"{change} any one {unit} of {_list(datasets)}. The bound is {claim.accountant}"
             + (f"; by RDP it is ε = {round_up(claim.epsilon_rdp)}." if claim.epsilon_rdp is not None else ".")
         )
         if statement.disjoint and len(datasets) > 1:

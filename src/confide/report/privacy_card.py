@@ -11,7 +11,7 @@ from confide.privacy import meaning, words
 from confide.privacy.chain import canonical
 from confide.privacy.composition import per_dataset, worst_case
 from confide.privacy.signature import fingerprint
-from confide.privacy.statement import Claim, Spending, Statement
+from confide.privacy.statement import Claim, Spending, Statement, common_adjacency
 from confide.privacy.streams import Stream
 from confide.privacy.words import round_down, round_up
 from confide.release.verify import UNSIGNED, Check
@@ -159,9 +159,9 @@ def _accounting(statement: Statement) -> Section:
         *(f"{spending.dataset}: {words.asked(spending)}." for spending in statement.spendings),
     ]
     if statement.claim:
-        adjacencies = " and ".join(sorted({s.adjacency.replace("-", " ") for s in statement.spendings}))
+        adjacency = common_adjacency(statement.spendings).replace("-", " ")
         paragraphs.append(
-            f"Neighbouring data sets: {adjacencies}. Bounds: {statement.claim.accountant}. ε is the upper "
+            f"Neighbouring data sets: {adjacency}. Bounds: {statement.claim.accountant}. ε is the upper "
             "bound from privacy loss distributions; RDP is a second, looser one; “not below” is proven by "
             "an explicit test, so the truth lies between. Each line's figures are for all runs on its data "
             "set."
