@@ -10,7 +10,9 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from confide.privacy.composition import compose, training_statement, worst_case
+from confide.privacy.events import queries
 from confide.privacy.meaning import advantage
+from confide.privacy.queries import Query
 from confide.privacy.signature import fingerprint, public_text, sign
 from confide.privacy.statement import Base, LedgerEntry, OwnersChecked, Statement
 from confide.privacy.streams import Clipping, ParameterGroup, Schedule, Stream
@@ -37,7 +39,7 @@ def _run(dataset: str, sigma: float = 4.0) -> Statement:
         ascent_noise=7.5,
     )
     return training_statement(
-        Schedule((stream,)),
+        Schedule((stream,), queries=(Query("energy", "gram", (90.0, 95.0)),)),
         delta=1e-6,
         dataset=dataset,
         units=12345,
@@ -99,8 +101,14 @@ def test_every_fact_is_there(merged: Statement, found: Card) -> None:
 
 def test_the_queries_are_counted(found: Card) -> None:
     streams = next(s for s in found.sections if s.title == "What was asked of the records").tables[1]
-    assert [dict(zip(streams.header, row, strict=True))["queries"] for row in streams.rows] == ["100", "100"]
-    assert [row[-3:-1] for row in streams.rows] == [("50", "49")] * 2
+    assert [dict(zip(streams.header, row, strict=True))["queries"] for row in streams.rows] == [
+        "100",
+        "2",
+    ] * 2
+    assert [row[-3:-1] for row in streams.rows] == [("50", "49"), ("1", "–")] * 2
+    spent = _run("clinic").spendings[0].event
+    assert spent is not None
+    assert queries(spent) == 102
 
 
 def test_no_claim_promises_nothing(merged: Statement) -> None:

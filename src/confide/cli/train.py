@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from confide.cli.keys import Key, signed, signing_key
-from confide.cli.output import print_json, print_table
+from confide.cli.output import print_json
+from confide.cli.plan import print_plan
 from confide.cli.progress import progress_bars
 
 if TYPE_CHECKING:
     from confide.finetune.run import FineTuned
     from confide.privacy.statement import Statement
-    from confide.privacy.streams import Schedule
-    from confide.tasks.records import TaskData
 
 _NOTE = "The score comes from test records without noise: it is for you, and no part of the release."
 
@@ -44,6 +43,9 @@ def train(
     ] = "lora",
     blocks: Annotated[int, typer.Option(help="Top blocks for lora and blocks; 0 for all.")] = 1,
     rank: Annotated[int, typer.Option(help="LoRA rank.")] = 8,
+    declared_units: Annotated[
+        int | None, typer.Option(help="n as a public constant; counted if left out, and then assumed public.")
+    ] = None,
     expected_batch: Annotated[int | None, typer.Option(help="B, mean size of a draw.")] = None,
     steps: Annotated[int | None, typer.Option(help="Noisy steps.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Of the encoder, at the first step.")] = None,
@@ -82,9 +84,11 @@ def train(
     from confide.cli.ledger import ledger_for_training
     from confide.errors import ConfigError
     from confide.files import new_folder, write_json
-    from confide.finetune.run import PublicBase, finetune, plan, prepare
+    from confide.finetune.plan import measure, trained_parameters
+    from confide.finetune.run import PublicBase, finetune, plan, prepare, public_units
     from confide.finetune.settings import Settings
     from confide.models.backbones import load_classifier
+    from confide.privacy.plan import plan as foresee
     from confide.tasks.files import read_task
 
     if out.exists():
@@ -93,6 +97,7 @@ def train(
         "method": method,
         "epsilon": epsilon,
         "delta": _number_or_rule(delta),
+        "declared_units": declared_units,
         "expected_batch": expected_batch,
         "steps": steps,
         "trainable": {"kind": trainable, "blocks": blocks, "rank": rank},
@@ -125,10 +130,12 @@ def train(
     public = PublicBase.of(base)
     if dry_run:
         classifier = load_classifier(public.folder, records.labels, settings.seed)
-        _, schedule, planned = plan(records, classifier, settings)
-        named = dict(classifier.model.named_parameters())
-        trained = sum(named[name].numel() for name in schedule.parameters)
-        _show_plan(records, schedule, planned, trained, json=json)
+        adapted, schedule, planned = plan(records, classifier, settings)
+        count = public_units(records, settings)
+        foreseen = foresee(schedule, count, planned, trained_parameters(adapted, schedule))
+        rows = records.train.units.rows_per_unit
+        cost = measure(adapted, schedule, count, settings.max_length, rows)
+        print_plan(foreseen, cost, json=json)
         return
     signs = signing_key(key)  # before anything is spent
     claims = method != "non-private" and simulate is None
@@ -202,36 +209,4 @@ def _show(result: FineTuned, statement: Statement, summary: dict[str, Any], scor
     )
     print(
         f"Release in {summary['release']}; it loads with transformers, and `confide predict` labels new rows."
-    )
-
-
-def _show_plan(task: TaskData, schedule: Schedule, delta: float | None, trained: int, *, json: bool) -> None:
-    from confide.privacy.accountant import epsilon
-
-    (stream,) = schedule.streams
-    claim = epsilon(schedule.event(), delta, schedule.adjacency) if delta is not None else None
-    noise = stream.noise_multiplier * trained**0.5 / stream.denominator
-    plan = {
-        "units": task.train.units.count,
-        "unit": schedule.unit,
-        "epsilon": claim.epsilon if claim else None,
-        "delta": delta,
-        "noise_multiplier": stream.noise_multiplier,
-        "sampling_rate": stream.sampling_rate,
-        "expected_batch": stream.denominator,
-        "steps": stream.steps,
-        "trained_parameters": trained,
-        "noise_to_signal": noise,
-    }
-    if json:
-        print_json(plan)
-        return
-    rows = [
-        (key.replace("_", " "), f"{value:.6g}" if isinstance(value, float) else str(value))
-        for key, value in plan.items()
-    ]
-    print_table("What would be spent (nothing has been)", ("setting", "value"), rows)
-    print(
-        f"The noise on one update is {noise:.3g} times as long as the longest mean gradient that "
-        "clipping allows. Fewer trained parameters, larger batches and more records make it smaller."
     )

@@ -7,7 +7,15 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Literal
 
 from confide.privacy.calibration import delta_warning
-from confide.privacy.events import PoissonGaussian, leaves
+from confide.privacy.events import (
+    Composed,
+    Mechanism,
+    PoissonGaussian,
+    RandomSelection,
+    RepeatAndSelect,
+    TruncatedPoissonGaussian,
+    leaves,
+)
 from confide.privacy.statement import OwnersChecked, Spending, Statement, common_adjacency
 from confide.privacy.streams import Adjacency
 
@@ -131,14 +139,34 @@ def asked(spending: Spending) -> str:
     """What one run asked of its records, and how much of it ran."""
     if spending.event is None:
         return f"no claim, {spending.no_claim or 'no reason is given'}"
-    queries = "; ".join(_query(leaf) for leaf in leaves(spending.event)) or "nothing was asked"
     ran = ", ".join(f"{name} {steps}" for name, steps in spending.steps_run.items())
-    return f"{queries}. Steps run: {ran}"
+    return f"{queries_in_words(spending.event)}. Steps run: {ran}"
 
 
-def _query(leaf: PoissonGaussian) -> str:
-    sigmas = " and ".join(f"{sigma:.4g}" for sigma in leaf.noise_multipliers)
-    return f"{leaf.steps} draws at sampling rate {leaf.sampling_rate:.4g}, noise multiplier {sigmas}"
+def queries_in_words(event: Mechanism | Composed) -> str:
+    """What looked at the records, mechanism by mechanism."""
+    return "; ".join(_query(leaf) for leaf in leaves(event)) or "nothing was asked"
+
+
+def _query(leaf: Mechanism) -> str:
+    match leaf:
+        case PoissonGaussian():
+            sigmas = " and ".join(f"{sigma:.4g}" for sigma in leaf.noise_multipliers)
+            if leaf.sampling_rate == 1:
+                return f"all records, {leaf.steps} times, noise multiplier {sigmas}"
+            return f"{leaf.steps} draws at sampling rate {leaf.sampling_rate:.4g}, noise multiplier {sigmas}"
+        case TruncatedPoissonGaussian():
+            return (
+                f"{leaf.steps} draws at sampling rate {leaf.sampling_rate:.4g} cut to {leaf.cap} of "
+                f"{leaf.units} units, noise multiplier {leaf.noise_multiplier:.4g}"
+            )
+        case RandomSelection():
+            parts = zip(leaf.probabilities, leaf.events, strict=True)
+            return "one of " + ", or ".join(
+                f"({queries_in_words(part)}) with probability {p:.4g}" for p, part in parts
+            )
+        case RepeatAndSelect():
+            return f"the best of {leaf.mean:g} runs on average, each: {queries_in_words(leaf.event)}"
 
 
 def _unit(spending: Spending) -> str:

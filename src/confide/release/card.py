@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from confide.privacy.events import PoissonGaussian, leaves
+from confide.privacy.events import queries
 from confide.privacy.meaning import ADVERSARY, NO_ADVERSARY, not_protected, promise
 from confide.privacy.signature import fingerprint
 from confide.privacy.statement import Claim, Spending, Statement
@@ -160,15 +160,10 @@ def _spending(spending: Spending) -> str:
     unit = "records" if spending.unit == "record" else f"units (values of `{spending.unit}`)"
     if spending.event is None:
         return f"- `{spending.dataset}`, {spending.units} {unit}: {spending.no_claim or 'no claim'}"
-    queries = sum(event.steps * len(event.noise_multipliers) for event in _gaussians(spending))
     return (
         f"- `{spending.dataset}`, {spending.units} {unit} ({spending.adjacency.replace('-', ' ')}): "
-        f"{_count(queries, 'noisy query', 'noisy queries')} on random minibatches"
+        f"{_count(queries(spending.event), 'noisy query', 'noisy queries')} on random minibatches"
     )
-
-
-def _gaussians(spending: Spending) -> tuple[PoissonGaussian, ...]:
-    return leaves(spending.event) if spending.event else ()
 
 
 def _count(number: int, one: str, many: str | None = None) -> str:

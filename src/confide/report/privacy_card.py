@@ -172,7 +172,9 @@ def _accounting(statement: Statement) -> Section:
         tables=(
             Table(("data set", "unit", "n", "δ", "ε", "ε by RDP", "ε not below"), tuple(sets), 2),
             Table(
-                ("data set", "stream", "rate q", "noise σ", "clip C", "planned", "run", "queries"), streams, 2
+                ("data set", "stream or query", "rate q", "noise σ", "clip C", "planned", "run", "queries"),
+                streams,
+                2,
             ),
         ),
     )
@@ -181,24 +183,30 @@ def _accounting(statement: Statement) -> Section:
 def _streams(spending: Spending) -> list[tuple[str, ...]]:
     if spending.schedule is None:
         return []
-    return [
+    rows = [
         (
             spending.dataset,
             stream.name,
             f"{stream.sampling_rate:.4g}",
-            _sigma(stream),
+            ", ".join(f"{sigma:.4g}" for sigma in _sigmas(stream)),
             f"{stream.clipping.bound:g}" if stream.clipping.rule != "none" else "none",
             str(stream.steps),
             str(spending.steps_run.get(stream.name, "–")),
-            str(stream.steps * (1 if stream.ascent_noise is None else 2)),
+            str(stream.steps * len(_sigmas(stream))),
         )
         for stream in spending.schedule.streams
     ]
+    for query in spending.schedule.queries:
+        sigmas = ", ".join(f"{sigma:.4g}" for sigma in query.noise_multipliers)
+        name = f"{query.name} ({query.purpose})"
+        rows.append((spending.dataset, name, "all", sigmas, "–", "1", "–", str(len(query.noise_multipliers))))
+    return rows
 
 
-def _sigma(stream: Stream) -> str:
-    sigma = f"{stream.noise_multiplier:.4g}"
-    return sigma if stream.ascent_noise is None else f"{stream.ascent_noise:.4g}, {sigma}"
+def _sigmas(stream: Stream) -> list[float]:
+    """Noise multipliers of the queries of one step: ascent, gradient, count of unclipped gradients."""
+    found = (stream.ascent_noise, stream.noise_multiplier, stream.clipping.count_multiplier)
+    return [sigma for sigma in found if sigma is not None]
 
 
 def _together(claim: Claim, statement: Statement) -> Section:
