@@ -18,6 +18,7 @@ from confide.release.verify import UNSIGNED, Check
 
 _FALSE_ALARMS = (0.001, 0.01, 0.1)
 _GROUPS = (1, 2, 5)
+_STREAMS = ("data set", "stream or query", "rate q", "noise σ", "clip C", "planned", "run", "queries")
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ def _accounting(statement: Statement) -> Section:
 def _streams(spending: Spending) -> list[tuple[str, ...]]:
     if spending.schedule is None:
         return []
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             spending.dataset,
             stream.name,
