@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from confide.cli.keys import Key, signed, signing_key
 from confide.cli.output import print_json, print_table
 from confide.cli.progress import progress_bars
 
@@ -14,6 +15,7 @@ _OPERATORS = "average, linear, task-arithmetic, ties, pcb, wudi, actmat, regmean
 
 if TYPE_CHECKING:
     from confide.merging.merge import MergeReport
+    from confide.privacy.statement import OwnersChecked
 
 
 def merge(
@@ -39,9 +41,17 @@ def merge(
         bool,
         typer.Option(
             "--disjoint",
-            help="I declare that nobody's data is in two of the data sets: the largest claim holds for all.",
+            help="I declare that nobody's data is in two of the models: the largest claim holds for all.",
         ),
     ] = False,
+    disjoint_checked: Annotated[
+        str | None,
+        typer.Option(help="How the owners checked that, in words for the statement; instead of --disjoint."),
+    ] = None,
+    disjoint_date: Annotated[
+        str | None, typer.Option(help="Day on which they finished checking, as 2026-11-30.")
+    ] = None,
+    key: Key = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Merge releases into one encoder that serves every task."""
@@ -52,6 +62,8 @@ def merge(
     parameters |= {
         name: value for name, value in (("density", density), ("scale", scale)) if value is not None
     }
+    apart = _checked(disjoint_checked, disjoint_date) or disjoint
+    signs = signing_key(key)
     with progress_bars(show=not json) as progress:
         report = merge_releases(
             models,
@@ -60,7 +72,8 @@ def merge(
             parameters=parameters,
             statistics=statistics or [],
             out=out,
-            disjoint=disjoint,
+            disjoint=apart,
+            key=signs,
             progress=lambda done, total: progress(f"Merging {len(models)} models", done, total),
         )
     if json:
@@ -92,7 +105,27 @@ def _as_json(report: MergeReport, out: Path) -> dict[str, Any]:
         "facts": dict(report.facts),
         "claim": report.statement.claim.model_dump(mode="json") if report.statement.claim else None,
         "no_claim": report.statement.no_claim,
+        "signed_by": report.statement.signature.key if report.statement.signature else None,
     }
+
+
+def _checked(how: str | None, when: str | None) -> OwnersChecked | None:
+    import datetime
+
+    from confide.errors import ConfigError
+    from confide.privacy.statement import OwnersChecked
+
+    if how is None and when is None:
+        return None
+    if how is None or when is None or not how.strip():
+        raise ConfigError("--disjoint-checked needs words for how, and --disjoint-date for when: give both")
+    try:
+        day = datetime.date.fromisoformat(when)
+    except ValueError:
+        raise ConfigError(f"--disjoint-date is a day like 2026-11-30, not {when!r}") from None
+    if day > datetime.date.today() + datetime.timedelta(days=1):
+        raise ConfigError(f"--disjoint-date {when} lies in the future, so nobody checked anything then")
+    return OwnersChecked(how=how.strip(), when=day)
 
 
 def _print(report: MergeReport, out: Path) -> None:
@@ -112,7 +145,10 @@ def _print(report: MergeReport, out: Path) -> None:
         print(f"Claim: ({round_up(claim.epsilon)}, {round_up(claim.delta, 3)})-DP, {_how(report)}.")
     else:
         print(f"No claim: {report.statement.no_claim}")
-    print(f"Written to {out}; `confide privacy show {out}` recomputes the claim.")
+    print(signed(report.statement))
+    print(
+        f"Written to {out}; `confide verify {out}` checks everything, `confide privacy card {out}` explains."
+    )
 
 
 def _words(value: Any) -> str:
@@ -124,6 +160,10 @@ def _words(value: Any) -> str:
 def _how(report: MergeReport) -> str:
     if len(report.statement.spendings) < 2:
         return "of the one run it rests on"
-    if report.statement.disjoint:
-        return "because the data sets were declared to share no unit"
-    return "composed, because nobody declared that the data sets share no unit"
+    match report.statement.disjoint:
+        case None:
+            return "composed, because nobody declared that the data sets share no unit"
+        case "declared":
+            return "because the data sets were declared to share no unit"
+        case _:
+            return "because the owners checked that the data sets share no unit"

@@ -11,6 +11,7 @@ from confide.cli.output import print_json
 
 if TYPE_CHECKING:
     from confide.privacy.statement import Claim, Statement
+    from confide.report.privacy_card import Card
 
 app = typer.Typer(help="Compute and check privacy claims.", no_args_is_help=True)
 
@@ -202,6 +203,62 @@ def show(
         print("The weights are the ones that the statement is about.")
     else:
         print(f"The weights were not checked: {folder} holds no {format.FILE_NAME}.")
+
+
+@app.command("card")
+def card(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A release folder.")],
+    out: Annotated[Path | None, typer.Option(help="Write a page (HTML) that can be printed, too.")] = None,
+    json: _Json = False,
+) -> None:
+    """Explain a release to a privacy officer: what is protected, against whom, and what is not."""
+    import dataclasses
+
+    from confide.errors import ConfigError, ReleaseError
+    from confide.files import write_text
+    from confide.release import format
+    from confide.release.verify import examine
+    from confide.report import privacy_card
+
+    if out is not None and out.exists():
+        raise ConfigError(f"{out} exists already; choose another --out or remove it first")
+    statement, checks = examine(folder)
+    for check in checks:
+        if check.result == "failed" or statement is None:
+            raise ReleaseError(f"{folder} gets no card: {check.what}: {check.detail}")
+    assert statement is not None
+    found = privacy_card.card(statement, checks, [head.task for head in format.read(folder).heads])
+    if out is not None:
+        write_text(out, privacy_card.html(found))
+    if json:
+        print_json(dataclasses.asdict(found))
+        return
+    _print_card(found)
+    if out is not None:
+        print(f"Written to {out}")
+
+
+def _print_card(card: Card) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, markup=False)
+    console.print(card.title, style="bold")
+    console.print(card.headline, style="bold")
+    console.print(card.summary)
+    for section in card.sections:
+        console.print(f"\n{section.title}", style="bold")
+        for paragraph in section.paragraphs:
+            console.print(paragraph)
+        for name, said in section.points:
+            console.print(f"- {name}: {said}" if name else f"- {said}")
+        for table in section.tables:
+            shown = Table(header_style="bold")
+            for position, name in enumerate(table.header):
+                shown.add_column(name, justify="left" if position < table.words else "right", overflow="fold")
+            for row in table.rows:
+                shown.add_row(*row)
+            console.print(shown)
 
 
 def _as_json(

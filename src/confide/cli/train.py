@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from confide.cli.keys import Key, signed, signing_key
 from confide.cli.output import print_json
 from confide.cli.plan import print_plan
 from confide.cli.progress import progress_bars
@@ -75,6 +76,7 @@ def train(
         str | None,
         typer.Option(help="File or URL that the run is charged to, or none; the default one if left out."),
     ] = None,
+    key: Key = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be spent, and stop.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
@@ -135,6 +137,7 @@ def train(
         cost = measure(adapted, schedule, count, settings.max_length, rows)
         print_plan(foreseen, cost, json=json)
         return
+    signs = signing_key(key)  # before anything is spent
     claims = method != "non-private" and simulate is None
     book = ledger_for_training(ledger) if claims else None
     # The folder comes first: one that can't be written must not cost a budget.
@@ -150,14 +153,14 @@ def train(
                 progress=progress,
             )
             score = result.score()
-        statement = result.release(folder / "release")
+        statement = result.release(folder / "release", key=signs)
         result.keep_private(folder / "private")
         summary = _summary(result, statement, out, score)
         write_json(folder / "report" / "results.json", {**summary, "note": _NOTE})
     if json:
         print_json(summary)
     else:
-        _show(result, summary, score)
+        _show(result, statement, summary, score)
 
 
 def _summary(result: FineTuned, statement: Statement, out: Path, score: float) -> dict[str, Any]:
@@ -168,6 +171,7 @@ def _summary(result: FineTuned, statement: Statement, out: Path, score: float) -
         "epsilon": statement.claim.epsilon if statement.claim else None,
         "delta": statement.claim.delta if statement.claim else None,
         "no_claim": statement.no_claim,
+        "signed_by": statement.signature.key if statement.signature else None,
         "metric": result.prepared.task.metric,
         "score": score,
         "score_is_private": False,
@@ -188,7 +192,7 @@ def _number_or_rule(delta: str) -> float | str:
     return value
 
 
-def _show(result: FineTuned, summary: dict[str, Any], score: float) -> None:
+def _show(result: FineTuned, statement: Statement, summary: dict[str, Any], score: float) -> None:
     from confide.privacy.calibration import delta_warning
     from confide.privacy.words import describe
 
@@ -197,6 +201,7 @@ def _show(result: FineTuned, summary: dict[str, Any], score: float) -> None:
     claim = result.statement.claim
     if claim and (warning := delta_warning(claim.delta, result.statement.spendings[0].units)):
         print(f"Warning: {warning}.")
+    print(signed(statement))
     task = result.prepared.task
     print(
         f"{summary['metric']} on {len(task.test)} test records: {100 * score:.1f} %. "

@@ -42,6 +42,8 @@ from confide.release.write import check_task_name, write_release
 from confide.tasks.records import TaskData
 
 if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
     from confide.privacy.ledger import Ledger
 
 STEP_TOKENS = 8192
@@ -93,10 +95,17 @@ class FineTuned:
         """Score on the test records. Not noised: for reports, never for a release."""
         return score_test(self.prepared, self.adapted.classifier, self.adapted.first_block)
 
-    def release(self, out: Path, *, overwrite: bool = False) -> Statement:
-        """Write the release folder; nothing appears unless all of it does."""
+    def release(
+        self, out: Path, *, key: Ed25519PrivateKey | None = None, overwrite: bool = False
+    ) -> Statement:
+        """Write the release folder; nothing appears unless all of it does. `key` signs the statement."""
         return write_release(
-            out, save=self._save, info=self.info(), statement=self.statement, overwrite=overwrite
+            out,
+            save=self._save,
+            info=self.info(),
+            statement=self.statement,
+            key=key,
+            overwrite=overwrite,
         )
 
     def keep_private(self, folder: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from confide import files
 from confide.errors import MergeError, ReleaseError
@@ -20,13 +20,16 @@ from confide.merging.stream import TensorLine, merge_tensor
 from confide.merging.vectors import Encoder, TaskVectors
 from confide.privacy import statement as statements
 from confide.privacy.composition import check, compose
-from confide.privacy.statement import Base, Statement
+from confide.privacy.statement import Base, OwnersChecked, Said, Statement
 from confide.release import format
 from confide.release.format import Head, ReleaseInfo
 from confide.release.hashes import base_hash, encoder_hash
 from confide.release.names import encoder_prefix, encoder_tensors, model_type
 from confide.release.tensors import Checkpoint, write_tensors
 from confide.release.write import MERGE_REPORT, TOKENIZER_FILES, verify, write_release
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class Input:
         path: its folder.
         info: its confide.json.
         statement: its claim; None if it came without one, so that nothing can be claimed for the merge.
+        said: the statement as it was written and signed.
         weights: of the encoder, under canonical names.
         heads: with the checkpoint that holds each.
     """
@@ -44,6 +48,7 @@ class Input:
     path: Path
     info: ReleaseInfo
     statement: Statement | None
+    said: Said | None
     weights: Encoder
     heads: tuple[tuple[Head, Checkpoint], ...]
 
@@ -86,7 +91,8 @@ def merge(
     out: Path,
     parameters: Mapping[str, Any] | None = None,
     statistics: Sequence[Path] = (),
-    disjoint: bool = False,
+    disjoint: bool | OwnersChecked = False,
+    key: Ed25519PrivateKey | None = None,
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> MergeReport:
@@ -103,8 +109,9 @@ def merge(
         parameters: the operator's; defaults are its paper's.
         statistics: a file for each model, in any order, where the operator needs them
             (`merging.statistics`).
-        disjoint: the caller declares that no unit is in two of the data sets, so the merge costs the
-            largest claim; otherwise what was spent on each is added up.
+        disjoint: the caller declares that no unit is in data sets of two inputs, or how their owners checked
+            it, so the merge costs the largest claim; otherwise what was spent on each is added up.
+        key: signs the merge's statement; the inputs' own signatures are carried as they are.
         overwrite: swap out a release that is there.
         progress: called with the number of tensors written, and of all.
 
@@ -112,8 +119,8 @@ def merge(
         MergeError: unknown operator or parameter; inputs of different bases, shapes or vocabularies; two
             heads for one task; statistics that are missing or of another model; a value that isn't finite.
         ModelError, ReleaseError: an input can't be read, or isn't what its statement says; `out` exists.
-        PrivacyError: a statement is altered, or claims less than its events cost; statistics that no claim
-            covers.
+        PrivacyError: a statement is altered, claims less than its events cost, or is wrongly signed;
+            statistics that no claim covers.
     """
     chosen = find(operator)
     settings = chosen.settings(parameters or {})
@@ -138,7 +145,7 @@ def merge(
         [item.statement or _without_claim(item, public) for item in inputs],
         disjoint=disjoint,
         base=public,
-        weights={},
+        said=[item.said for item in inputs if item.said is not None],
     )
     lines: list[TensorLine] = []
 
@@ -149,7 +156,7 @@ def merge(
         _copy_base(folder, base)
         files.write_json(folder / MERGE_REPORT, _report(chosen, settings, public, inputs, rule, lines))
 
-    written = write_release(out, save=save, info=info, statement=composed, overwrite=overwrite)
+    written = write_release(out, save=save, info=info, statement=composed, key=key, overwrite=overwrite)
     return MergeReport(
         operator=chosen.name,
         parameters=settings,
@@ -183,7 +190,8 @@ def _read(path: Path) -> Input:
                 raise MergeError(f"tensor {name} of the head for task {head.task!r} is missing from {path}")
         heads.append((head, source))
     stored = encoder_tensors(checkpoint, info.weights_prefix, own)
-    return Input(path, info, statement, Encoder(str(path), checkpoint, stored), tuple(heads))
+    said = statements.load(path) if statement else None
+    return Input(path, info, statement, said, Encoder(str(path), checkpoint, stored), tuple(heads))
 
 
 def _check_tasks(inputs: Sequence[Input]) -> None:
