@@ -111,41 +111,40 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     found: list[dict[str, Any]] = []
+    if not arguments.json:
+        print(f"{'solver':26} {'ε':>3} {'seconds':>8} {'σ':>9} {'excess':>9} {'ε at σ':>9}")
     floors = {target: too_little(target) for target in TARGETS}
     for name, solver in SOLVERS.items():
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             found.append({"solver": name, "absent": True})
+            if not arguments.json:
+                print(f"{name:26} not installed")
             continue
         for target in TARGETS:
             started = time.process_time()
             with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
                 warnings.simplefilter("ignore")
                 sigma = solver(target)
-            found.append(
-                {
-                    "solver": name,
-                    "version": version,
-                    "epsilon": target,
-                    "seconds": time.process_time() - started,
-                    "noise_multiplier": sigma,
-                    "excess": sigma / floors[target] - 1,
-                    "epsilon_at_answer": epsilon(event(sigma), DELTA).epsilon,
-                }
-            )
+            row = {
+                "solver": name,
+                "version": version,
+                "epsilon": target,
+                "seconds": time.process_time() - started,
+                "noise_multiplier": sigma,
+                "excess": sigma / floors[target] - 1,
+                "epsilon_at_answer": epsilon(event(sigma), DELTA).epsilon,
+            }
+            found.append(row)
+            if not arguments.json:
+                print(
+                    f"{name + ' ' + version:26} {target:3g} {row['seconds']:8.1f} {sigma:9.5f} "
+                    f"{row['excess']:9.1e} {row['epsilon_at_answer']:9.5f}",
+                    flush=True,
+                )
     if arguments.json:
         print(json.dumps({"python": platform.python_version(), "results": found}, indent=2))
-        return
-    print(f"{'solver':26} {'ε':>3} {'seconds':>8} {'σ':>9} {'excess':>9} {'ε at σ':>9}")
-    for row in found:
-        if row.get("absent"):
-            print(f"{row['solver']:26} not installed")
-            continue
-        print(
-            f"{row['solver'] + ' ' + row['version']:26} {row['epsilon']:3g} {row['seconds']:8.1f} "
-            f"{row['noise_multiplier']:9.5f} {row['excess']:9.1e} {row['epsilon_at_answer']:9.5f}"
-        )
 
 
 if __name__ == "__main__":

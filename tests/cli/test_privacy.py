@@ -96,7 +96,7 @@ def test_noise_of_the_paper() -> None:
         ((*NOISE[:2], "--epsilon", "0", *NOISE[4:], "--epochs", "10"), "epsilon"),
         ((*NOISE[:2], "--epsilon", "nan", *NOISE[4:], "--epochs", "10"), "epsilon"),
         ((*NOISE[:-1], "4000", "--epochs", "10"), "expected batch"),
-        ((*NOISE, "--epochs", "-1"), "--epochs"),
+        ((*NOISE, "--epochs", "-1"), "epochs must be"),
         ((*NOISE, "--epochs", "1", "--steps", "1"), "--epochs or --steps"),
         (NOISE, "--epochs or --steps"),
         (("privacy", "show", "nowhere"), "no privacy is claimed"),

@@ -100,6 +100,7 @@ def test_an_ascent_and_other_steps_keep_their_ratios(stream: MakeStream) -> None
     assert 1.998 <= epsilon(found.event(), 1e-6).epsilon <= 2.0
 
 
+@pytest.mark.slow
 def test_fixed_queries_are_paid_first(stream: MakeStream) -> None:
     clipping = Clipping("adaptive", 1.0, count_noise=10.0)
     schedule = dataclasses.replace(

@@ -242,9 +242,7 @@ def check(statement: Statement) -> None:
         if printed is None:
             continue
         if real is None:
-            raise PrivacyError(
-                f"the claim doesn't hold: it says {name} = {printed:.6g}, but nothing gives it"
-            )
+            raise PrivacyError(f"the claim doesn't hold: it says {name} = {printed:.6g}, but RDP has no rule")
         if printed < real * (1 - _TOLERANCE):
             raise PrivacyError(
                 f"the claim doesn't hold: it says {name} = {printed:.6g}, but its events cost {real:.6g} at "
