@@ -87,7 +87,7 @@ def test_a_swap_that_fails_half_way_is_undone(
     plain = Path.rename
 
     def rename(path: Path, target: Path) -> Path:
-        if path.name.endswith(".partial"):
+        if path.name == "new":
             raise error
         return plain(path, target)
 
