@@ -16,6 +16,7 @@ from confide.errors import ReleaseError
 
 _SIDE = ".partial"
 
+
 @contextlib.contextmanager
 def new_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Yield an empty folder beside `path` that becomes `path` only if the block succeeds.

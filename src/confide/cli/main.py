@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 import typer
 
-from confide.cli import evaluate, ledger, merge, predict, privacy, run, train
+from confide.cli import evaluate, ledger, merge, predict, privacy, purge, run, train
 from confide.errors import ConfideError
 
-_INTERRUPTED = 130
+_INTERRUPTED = (130, 128 + signal.SIGTERM)
 
 app = typer.Typer(
     name="confide",
@@ -24,6 +25,7 @@ app.command("merge")(merge.merge)
 app.command("predict")(predict.predict)
 app.command("evaluate")(evaluate.evaluate)
 app.command("run")(run.run)
+app.command("purge")(purge.purge)
 app.add_typer(privacy.app, name="privacy")
 app.add_typer(ledger.app, name="ledger")
 
@@ -38,8 +40,9 @@ def options(
 
 
 def main() -> None:
-    """Run the command line; an error is one message on stderr and exit code 2, Ctrl-C is 130."""
+    """Run the command line; an error is one message on stderr and exit code 2, Ctrl-C is 130, SIGTERM 143."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(_INTERRUPTED[1]))
     try:
         app()
     except ConfideError as error:
@@ -48,7 +51,7 @@ def main() -> None:
         print(f"confide: {error}", file=sys.stderr)
         sys.exit(2)
     except SystemExit as end:
-        if end.code == _INTERRUPTED:  # typer turns Ctrl-C into this
+        if end.code in _INTERRUPTED:  # typer turns Ctrl-C into the first
             print(
                 "confide: interrupted; no half-written release was left, and noisy steps stay charged",
                 file=sys.stderr,
