@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from typing import Any
 
 from confide.errors import ReleaseError
 
-_SIDE = ".partial"
+_SIDE = re.compile(r"\.(.+)\.[0-9a-f]{8}\.partial")
 
 
 @contextlib.contextmanager
@@ -82,13 +83,13 @@ def aside(path: Path) -> Iterator[Path]:
     """An empty folder beside `path` for the time of the block, to build in what will become `path`.
 
     It is locked as long as this process lives, so that the side folders of killed processes, which nobody
-    locks, can be told apart: those for `path` are removed first.
+    locks, can be told apart: those beside `path` are removed first.
     """
     path = Path(path)
     if path.parent.is_dir():
-        sweep(path.parent, f".{path.name}.")
+        sweep(path.parent)
     while True:
-        side = path.parent / f".{path.name}.{secrets.token_hex(4)}{_SIDE}"
+        side = path.parent / f".{path.name}.{secrets.token_hex(4)}.partial"
         side.mkdir(parents=True)
         descriptor = lock(side)
         if descriptor is not None:
@@ -100,19 +101,20 @@ def aside(path: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
-def sweep(folder: Path, prefix: str = ".") -> None:
+def sweep(folder: Path) -> None:
     """Remove the side folders that killed processes left in a folder; a living process's is left alone.
 
     If a process was killed while it swapped a folder, the old one is put back in its place.
     """
     for side in folder.iterdir():
-        if not (side.name.startswith(prefix) and side.name.endswith(_SIDE)):
+        match = _SIDE.fullmatch(side.name)
+        if not match:
             continue
         with contextlib.suppress(OSError):  # removed meanwhile, or not ours to remove
             descriptor = lock(side, unknown=False)
             if descriptor is None:
                 continue
-            place = folder / side.name[1:].removesuffix(_SIDE).rpartition(".")[0]
+            place = folder / match[1]
             if (side / "old").exists() and not place.exists():
                 (side / "old").rename(place)
             shutil.rmtree(side, ignore_errors=True)

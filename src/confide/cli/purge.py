@@ -57,7 +57,7 @@ def purge(
     elif not (folder.out / "release").exists():
         raise ResumeError(f"there is no run in {folder.out}")
     if folder.out.parent.is_dir():
-        files.sweep(folder.out.parent, f".{folder.out.name}.")
+        files.sweep(folder.out.parent)
     if all_ and (folder.out / "private").exists():
         shutil.rmtree(folder.out / "private")
         destroyed.append("private/")
