@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,7 +32,7 @@ def purge(
 ) -> None:
     """Destroy a run's keys, caches and checkpoints; what it was charged stays charged."""
     from confide import files
-    from confide.errors import ConfigError, ResumeError
+    from confide.errors import ResumeError
     from confide.finetune.folder import RunFolder
 
     folder = RunFolder.of(run)
@@ -41,18 +42,12 @@ def purge(
         folder.finish()
         destroyed.append("keys and checkpoints")
     elif folder.side.exists():
-        unfinished = folder.open()
-        if not yes:
-            if json:
-                raise ConfigError(f"{folder.side} is unfinished; --yes gives it up")
-            typer.confirm(
-                f"{folder.side} is unfinished and can't go on afterwards; what it was charged stays charged. "
-                "Give it up?",
-                abort=True,
-            )
-        settled = _settle(unfinished, ledger)
-        unfinished.destroy()
-        folder.remove()
+        with closing(folder.open()) as unfinished:
+            if not yes:
+                _ask(folder.side, json=json)
+            settled = _settle(unfinished, ledger)
+            unfinished.destroy()
+            folder.remove()
         destroyed.append("keys and checkpoints")
     elif not (folder.out / "release").exists():
         raise ResumeError(f"there is no run in {folder.out}")
@@ -75,6 +70,17 @@ def purge(
         print("The ledger notes what ran; all that was planned stays charged.")
     for name, about in remains.items():
         print(f"Remains: {folder.out / name} ({about})")
+
+
+def _ask(side: Path, *, json: bool) -> None:
+    from confide.errors import ConfigError
+
+    if json:
+        raise ConfigError(f"{side} is unfinished; --yes gives it up")
+    typer.confirm(
+        f"{side} is unfinished and can't go on afterwards; what it was charged stays charged. Give it up?",
+        abort=True,
+    )
 
 
 def _settle(unfinished: Unfinished, url: str | None) -> bool:
