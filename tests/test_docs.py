@@ -168,7 +168,7 @@ def test_python_compiles_and_uses_the_api(code: str) -> None:
             assert node.attr in confide.__all__, node.attr
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "confide.train":
             keywords = {keyword.arg for keyword in node.keywords}
-            assert keywords <= {*Settings.model_fields, "base", "dataset"}
+            assert keywords <= {*Settings.model_fields, "base", "dataset", "checkpoint"}
 
 
 @pytest.mark.parametrize("text", each(lambda text: blocks(text, "yaml", "yml")))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from confide import files
 from confide.errors import ReleaseError
-from confide.files import new_folder, write_json, write_text
+from confide.files import destroy, new_folder, sweep, write_json, write_text
 
 
 def names(folder: Path) -> list[str]:
@@ -87,7 +89,7 @@ def test_a_swap_that_fails_half_way_is_undone(
     plain = Path.rename
 
     def rename(path: Path, target: Path) -> Path:
-        if path.name.endswith(".partial"):
+        if path.name == "new":
             raise error
         return plain(path, target)
 
@@ -132,3 +134,65 @@ def test_json(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="JSON"):
             files.write_json(tmp_path / "b.json", {"x": bad})
     assert names(tmp_path) == ["a.json"]
+
+
+LIVING = """
+import sys, time
+from pathlib import Path
+from confide.files import new_folder
+with new_folder(Path(sys.argv[1])) as side:
+    (side / "half").touch()
+    print("building", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_what_killed_processes_left_is_removed_and_what_living_ones_build_is_not(tmp_path: Path) -> None:
+    def start(name: str) -> subprocess.Popen[str]:
+        arguments = [sys.executable, "-c", LIVING, str(tmp_path / name)]
+        process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "building\n"
+        return process
+
+    killed, living = start("out"), start("out")
+    try:
+        assert len(names(tmp_path)) == 2
+        killed.kill()
+        killed.wait()
+        with new_folder(tmp_path / "out"):
+            pass
+        (left,) = [name for name in names(tmp_path) if name.endswith(".partial")]
+        assert names(tmp_path / left / "new") == ["half"]
+        (tmp_path / ".mine.partial").mkdir()
+        (tmp_path / ".mine.0123abcd.partial").touch()
+    finally:
+        living.kill()
+        living.wait()
+    write_text(tmp_path / "note.txt", "text")
+    assert names(tmp_path) == [".mine.0123abcd.partial", ".mine.partial", "note.txt", "out"]
+
+
+def test_a_swap_that_was_killed_half_way_is_undone(tmp_path: Path) -> None:
+    side = tmp_path / ".out.0123abcd.partial"
+    for name in ("old", "new"):
+        (side / name).mkdir(parents=True)
+        (side / name / name).touch()
+    sweep(tmp_path)
+    assert names(tmp_path) == ["out"]
+    assert names(tmp_path / "out") == ["old"]
+
+
+def test_destroy_overwrites(tmp_path: Path) -> None:
+    (tmp_path / "key").write_bytes(b"secret" * 100)
+    os.link(tmp_path / "key", tmp_path / "same")
+    destroy(tmp_path / "key")
+    assert names(tmp_path) == ["same"]
+    left = (tmp_path / "same").read_bytes()
+    assert len(left) == 600
+    assert b"secret" not in left
+
+
+def test_private_files_are_their_owners(tmp_path: Path) -> None:
+    write_json(tmp_path / "key.json", {}, private=True)
+    assert (tmp_path / "key.json").stat().st_mode & 0o777 == 0o600

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from confide.errors import DataError
+from confide.finetune.checkpoint import Unfinished
 from confide.finetune.prepare import forward_of
 from confide.finetune.run import FineTuned, PublicBase, finetune, prepare
 from confide.finetune.settings import Settings as Settings
@@ -82,6 +83,7 @@ def train(
     base: str,
     dataset: str,
     ledger: str | None = None,
+    checkpoint: str | Path | None = None,
     **settings: Any,
 ) -> FineTuned:
     """Fine-tune a classifier on a task's training records.
@@ -91,6 +93,9 @@ def train(
         base: a folder, `package:NAME`, or a Hugging Face id.
         dataset: the name of the data set in the statement and the ledger.
         ledger: file or URL that the run is charged to; `none` for no charge; the default one if left out.
+        checkpoint: a private folder for keys and checkpoints. Where it holds an unfinished run, that run goes
+            on, bitwise as if it hadn't been stopped; `.release` destroys it. None keeps nothing: a run that
+            is killed is lost, and stays charged.
         settings: any of `Settings`: method, epsilon, delta, steps, …
 
     Returns:
@@ -102,7 +107,20 @@ def train(
     public = PublicBase.of(base)
     chosen = Settings.of(settings)
     book = Ledger.open(ledger) if ledger != "none" and chosen.method != "non-private" else None
-    return finetune(prepare(task, public, chosen.max_length), public, chosen, dataset=dataset, ledger=book)
+    unfinished = Unfinished.open(Path(checkpoint)) if checkpoint is not None else None
+    try:
+        return finetune(
+            prepare(task, public, chosen.max_length),
+            public,
+            chosen,
+            dataset=dataset,
+            ledger=book,
+            unfinished=unfinished,
+        )
+    except BaseException:
+        if unfinished:
+            unfinished.close()
+        raise
 
 
 def merge(

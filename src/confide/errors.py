@@ -27,3 +27,7 @@ class MergeError(ConfideError):
 
 class ReleaseError(ConfideError):
     """A release folder is incomplete, altered, or can't be written."""
+
+
+class ResumeError(ConfideError):
+    """An unfinished run can't go on from here, or is at work already."""

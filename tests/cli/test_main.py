@@ -53,7 +53,7 @@ def test_every_command_explains_itself(confide: Confide, command: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [("frobnicate",), ("train",), ("train", "--epsilon", "much"), ("--what",)]
+    "arguments", [("frobnicate",), ("merge",), ("train", "--epsilon", "much"), ("--what",)]
 )
 def test_wrong_usage(confide: Confide, arguments: tuple[str, ...]) -> None:
     answer = confide(*arguments)

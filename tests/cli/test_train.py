@@ -25,14 +25,18 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, GPT2
 
 import confide as library
 from confide.errors import ConfigError
+from confide.finetune import folder as folders
 from confide.finetune import run as finetune_run
+from confide.finetune.checkpoint import Unfinished
 from confide.models.adapters import Trainable
 from confide.privacy.composition import check
+from confide.privacy.ledger import Ledger
 from confide.privacy.statement import read as read_statement
 from confide.release.write import provenance, verify
 
 from .conftest import QUICK, Answer, WriteCsv, listing
 
+Confide = Callable[..., Answer]
 Train = Callable[..., Answer]
 Sentences = Callable[[int, int], list[tuple[str, str]]]
 
@@ -245,20 +249,21 @@ def test_debug_shows_where(confide: Callable[..., Answer], tmp_path: Path) -> No
         )  # fmt: skip
 
 
-# Ctrl-C and full disks: no release appears, and nothing else either.
+# Ctrl-C and full disks: no release appears. What asked nothing leaves nothing; the rest can go on.
 
 
-@pytest.mark.parametrize("place", ["train", "training_statement", "write_release", "write_tensors"])
-def test_ctrl_c_inside(
-    train: Train, reviews: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+def interrupted(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_ctrl_c_before_anything_was_asked(
+    train: Train, reviews: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(finetune_run, place, interrupted)
+    monkeypatch.setattr(finetune_run, "train", interrupted)
     answer = train(reviews)
     assert answer.code == 130
     assert "Traceback" not in answer.err
+    assert "--resume" not in answer.err
     assert (
         answer.err.strip().splitlines()[-1]
         == "confide: interrupted; no half-written release was left, and noisy steps stay charged"
@@ -266,28 +271,83 @@ def test_ctrl_c_inside(
     assert listing(tmp_path) == {"reviews.csv"}
 
 
-@pytest.mark.parametrize("place", ["keep_private", "info"])
-def test_ctrl_c_between_the_parts(
+def goes_on(confide: Confide, out: Path) -> None:
+    answer = confide("train", "--resume", out)
+    assert answer.code == 0, answer.err
+    assert {path.name for path in out.parent.iterdir()} == {"reviews.csv", "run"}
+    check(verify(out / "release"))
+    assert listing(out / "private") == {"steps.jsonl"}
+    ((_, state),) = [(c.entry, c.state) for c in Ledger.open().account("reviews-2026").charges]
+    assert state == "settled"
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "training_statement",
+        "write_release",
+        "write_tensors",
+        "FineTuned.score",
+        "FineTuned.keep_private",
+        "FineTuned.info",
+    ],
+)
+def test_ctrl_c_later(
+    confide: Confide,
+    train: Train,
+    reviews: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(f"confide.finetune.run.{place}", interrupted)
+        answer = train(reviews)
+    assert answer.code == 130
+    assert f"The run can go on where it stopped: confide train --resume {tmp_path / 'run'}" in answer.err
+    assert {path.name for path in tmp_path.iterdir()} == {"reviews.csv", "run.unfinished"}
+    assert not (tmp_path / "run.unfinished" / "release").exists()
+    goes_on(confide, tmp_path / "run")
+
+
+def full(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_full_disk_at_the_end(
+    confide: Confide, train: Train, reviews: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("confide.finetune.run.write_tensors", full)
+        assert "No space left on device" in train(reviews).message()
+    goes_on(confide, tmp_path / "run")
+
+
+@pytest.mark.parametrize("place", ["os.fsync", "pathlib.Path.mkdir"])
+def test_full_or_read_only_disk_at_the_beginning(
     train: Train, reviews: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    def interrupted(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
+    Ledger.open()
 
-    monkeypatch.setattr(finetune_run.FineTuned, place, interrupted)
-    assert train(reviews).code == 130
-    assert listing(tmp_path) == {"reviews.csv"}
+    def fails(*arguments: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folders, "Unfinished", Failing(place, fails, patch))
+        assert "Read-only file system" in train(reviews).message()
+    assert listing(tmp_path) <= {"reviews.csv"}
+    assert Ledger.open().entries() == ()
 
 
-@pytest.mark.parametrize("place", ["write_tensors", "files.write_text"])
-def test_full_disk(
-    train: Train, reviews: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+class Failing:
+    """`Unfinished`, on a disk that fails from then on."""
 
-    monkeypatch.setattr(f"confide.finetune.run.{place}", full)
-    assert "No space left on device" in train(reviews).message()
-    assert listing(tmp_path) == {"reviews.csv"}
+    def __init__(self, place: str, fails: Any, patch: pytest.MonkeyPatch) -> None:
+        self.place, self.fails, self.patch = place, fails, patch
+
+    def open(self, *arguments: Any, **keywords: Any) -> Any:
+        self.patch.setattr(self.place, self.fails)
+        return Unfinished.open(*arguments, **keywords)
 
 
 def command(base: Path, data: Path, out: Path, *arguments: object) -> list[str]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 import typer
 
-from confide.cli import evaluate, keys, ledger, merge, predict, privacy, run, train, verify
+from confide.cli import evaluate, keys, ledger, merge, predict, privacy, purge, run, train, verify
 from confide.errors import ConfideError
 
-_INTERRUPTED = 130
+_INTERRUPTED = (130, 128 + signal.SIGTERM)
 
 app = typer.Typer(
     name="confide",
@@ -25,6 +26,7 @@ app.command("predict")(predict.predict)
 app.command("evaluate")(evaluate.evaluate)
 app.command("run")(run.run)
 app.command("verify")(verify.verify)
+app.command("purge")(purge.purge)
 app.add_typer(privacy.app, name="privacy")
 app.add_typer(ledger.app, name="ledger")
 app.add_typer(keys.app, name="keys")
@@ -40,8 +42,9 @@ def options(
 
 
 def main() -> None:
-    """Run the command line; an error is one message on stderr and exit code 2, Ctrl-C is 130."""
+    """Run the command line; an error is one message on stderr and exit code 2, Ctrl-C is 130, SIGTERM 143."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(_INTERRUPTED[1]))
     try:
         app()
     except ConfideError as error:
@@ -50,7 +53,7 @@ def main() -> None:
         print(f"confide: {error}", file=sys.stderr)
         sys.exit(2)
     except SystemExit as end:
-        if end.code == _INTERRUPTED:  # typer turns Ctrl-C into this
+        if end.code in _INTERRUPTED:  # typer turns Ctrl-C into the first
             print(
                 "confide: interrupted; no half-written release was left, and noisy steps stay charged",
                 file=sys.stderr,

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import sys
+from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,17 +18,28 @@ from confide.cli.plan import print_plan
 from confide.cli.progress import progress_bars
 
 if TYPE_CHECKING:
-    from confide.finetune.run import FineTuned
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    from confide.finetune.checkpoint import Unfinished
+    from confide.finetune.folder import RunFolder
+    from confide.finetune.run import FineTuned, PublicBase
+    from confide.finetune.settings import Settings
+    from confide.privacy.ledger import Ledger
     from confide.privacy.statement import Statement
+    from confide.tasks.records import TaskData
 
 _NOTE = "The score comes from test records without noise: it is for you, and no part of the release."
 
 
 def train(
-    base: Annotated[str, typer.Option(help="Public base: a folder, a Hugging Face id or package:NAME.")],
-    data: Annotated[Path, typer.Option(help="CSV, TSV, JSON Lines or Parquet file.")],
-    out: Annotated[Path, typer.Option(help="Folder to write; must not exist.")],
-    dataset: Annotated[str, typer.Option(help="Name of the data set, by which its spending is told apart.")],
+    base: Annotated[
+        str | None, typer.Option(help="Public base: a folder, a Hugging Face id or package:NAME.")
+    ] = None,
+    data: Annotated[Path | None, typer.Option(help="CSV, TSV, JSON Lines or Parquet file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write; must not exist.")] = None,
+    dataset: Annotated[
+        str | None, typer.Option(help="Name of the data set, by which its spending is told apart.")
+    ] = None,
     text: Annotated[str, typer.Option(help="Column of texts.")] = "text",
     label: Annotated[str, typer.Option(help="Column of labels.")] = "label",
     labels: Annotated[
@@ -77,58 +92,38 @@ def train(
         typer.Option(help="File or URL that the run is charged to, or none; the default one if left out."),
     ] = None,
     key: Key = None,
+    checkpoint_every: Annotated[
+        float, typer.Option(help="Seconds between two checkpoints; 0 for one after each step.", min=0)
+    ] = 300.0,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on with the unfinished run of this folder; alone.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be spent, and stop.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Fine-tune a classifier on your own records under differential privacy."""
-    from confide.cli.ledger import ledger_for_training
     from confide.errors import ConfigError
-    from confide.files import new_folder, write_json
-    from confide.finetune.plan import measure, trained_parameters
-    from confide.finetune.run import PublicBase, finetune, plan, prepare, public_units
-    from confide.finetune.settings import Settings
-    from confide.models.backbones import load_classifier
-    from confide.privacy.plan import plan as foresee
-    from confide.tasks.files import read_task
 
+    options = {name: value for name, value in locals().items() if name in _OPTIONS}
+    if resume is not None:
+        changed = sorted(name for name, value in options.items() if value != _OPTIONS[name])
+        if changed or dry_run:
+            spelled = "--" + (changed or ["dry_run"])[0].replace("_", "-")
+            raise ConfigError(f"--resume takes every option from the run itself; leave out {spelled}")
+        _go_on(resume, json=json)
+        return
+    if base is None or data is None or out is None or dataset is None:
+        needed = [name for name in ("base", "data", "out", "dataset") if options[name] is None]
+        raise ConfigError(f"Missing option --{needed[0]}")
     if out.exists():
         raise ConfigError(f"{out} exists already; choose another --out or remove it first")
-    given: dict[str, Any] = {
-        "method": method,
-        "epsilon": epsilon,
-        "delta": _number_or_rule(delta),
-        "declared_units": declared_units,
-        "expected_batch": expected_batch,
-        "steps": steps,
-        "trainable": {"kind": trainable, "blocks": blocks, "rank": rank},
-        "learning_rate": learning_rate,
-        "head_learning_rate": head_learning_rate,
-        "clipping_bound": clipping_bound,
-        "ascent": ascent,
-        "ascent_radius": ascent_radius,
-        "anchor": anchor,
-        "max_length": max_length,
-        "seed": seed,
-    }
-    settings = Settings.of(
-        {key: value for key, value in given.items() if value is not None},
-        spell=lambda key: "--" + key.rsplit(".", 1)[-1].replace("_", "-"),
-    )
-    records = read_task(
-        data,
-        text=text,
-        label=label,
-        labels=labels.split(",") if labels is not None else None,
-        name=task or dataset,
-        unit=unit,
-        rows_per_unit=rows_per_unit,
-        test_size=test_size,
-        test_file=test_data,
-        seed=seed,
-        metric=metric,
-    )
-    public = PublicBase.of(base)
+    settings, records, public = _read(options)
     if dry_run:
+        from confide.finetune.plan import measure, trained_parameters
+        from confide.finetune.run import plan, public_units
+        from confide.models.backbones import load_classifier
+        from confide.privacy.plan import plan as foresee
+
         classifier = load_classifier(public.folder, records.labels, settings.seed)
         adapted, schedule, planned = plan(records, classifier, settings)
         count = public_units(records, settings)
@@ -137,33 +132,147 @@ def train(
         cost = measure(adapted, schedule, count, settings.max_length, rows)
         print_plan(foreseen, cost, json=json)
         return
+    from confide.finetune.folder import RunFolder
+
     signs = signing_key(key)  # before anything is spent
-    claims = method != "non-private" and simulate is None
-    book = ledger_for_training(ledger) if claims else None
-    # The folder comes first: one that can't be written must not cost a budget.
-    with new_folder(out) as folder:
+    book = _ledger(options)
+    # The folder comes before the charge: one that can't be written must not cost a budget.
+    folder = RunFolder(out)
+    with closing(folder.begin(_stored(options), checkpoint_every)) as unfinished:
+        _train(folder, unfinished, options, settings, records, public, book, signs, json=json)
+
+
+_OPTIONS: dict[str, Any] = {
+    name: parameter.default
+    for name, parameter in inspect.signature(train).parameters.items()
+    if name not in ("resume", "dry_run", "json")
+}
+"""What defines a run, with the defaults."""
+
+
+def _read(options: Mapping[str, Any]) -> tuple[Settings, TaskData, PublicBase]:
+    """Settings, records and base, from the files that the options name."""
+    from confide.finetune.run import PublicBase
+    from confide.finetune.settings import Settings
+    from confide.tasks.files import read_task
+
+    given = {name: options[name] for name in Settings.model_fields if name in options}
+    given["delta"] = _number_or_rule(options["delta"])
+    given["trainable"] = {"kind": options["trainable"], "blocks": options["blocks"], "rank": options["rank"]}
+    settings = Settings.of(
+        {key: value for key, value in given.items() if value is not None},
+        spell=lambda key: "--" + key.rsplit(".", 1)[-1].replace("_", "-"),
+    )
+    labels = options["labels"]
+    records = read_task(
+        Path(options["data"]),
+        text=options["text"],
+        label=options["label"],
+        labels=labels.split(",") if labels is not None else None,
+        name=options["task"] or options["dataset"],
+        unit=options["unit"],
+        rows_per_unit=options["rows_per_unit"],
+        test_size=options["test_size"],
+        test_file=Path(options["test_data"]) if options["test_data"] else None,
+        seed=options["seed"],
+        metric=options["metric"],
+    )
+    return settings, records, PublicBase.of(options["base"])
+
+
+def _ledger(options: Mapping[str, Any]) -> Ledger | None:
+    from confide.cli.ledger import ledger_for_training
+
+    claims = options["method"] != "non-private" and options["simulate"] is None
+    return ledger_for_training(options["ledger"]) if claims else None
+
+
+def _stored(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as JSON values that mean the same from any folder."""
+    paths = {name: str(value.absolute()) for name, value in options.items() if isinstance(value, Path)}
+    stored = {**options, **paths}
+    if Path(options["base"]).expanduser().is_dir():
+        stored["base"] = str(Path(options["base"]).expanduser().absolute())
+    if options["ledger"] not in (None, "none") and "://" not in options["ledger"]:
+        stored["ledger"] = str(Path(options["ledger"]).expanduser().absolute())
+    if options["key"] not in (None, "none"):
+        stored["key"] = str(Path(options["key"]).expanduser().absolute())
+    return stored
+
+
+def _go_on(path: Path, *, json: bool) -> None:
+    """Go on with an unfinished run, from wherever it was stopped."""
+    from confide.errors import ResumeError
+    from confide.finetune.folder import RunFolder
+
+    folder = RunFolder.of(path)
+    if folder.whole:
+        folder.finish()
+    if folder.out.exists() and not folder.side.exists():
+        _show_finished(folder.out, json=json)
+        return
+    if folder.out.exists():
+        raise ResumeError(f"{folder.out} exists beside {folder.side}; move one of them away")
+    with closing(folder.open()) as unfinished:
+        options = folder.options()
+        unfinished.every = options["checkpoint_every"]
+        signs = signing_key(options["key"])
+        settings, records, public = _read(options)
+        _train(folder, unfinished, options, settings, records, public, _ledger(options), signs, json=json)
+
+
+def _train(
+    folder: RunFolder,
+    unfinished: Unfinished,
+    options: Mapping[str, Any],
+    settings: Settings,
+    records: TaskData,
+    public: PublicBase,
+    ledger: Ledger | None,
+    signs: Ed25519PrivateKey | None,
+    *,
+    json: bool,
+) -> None:
+    """Train and release; what failed before it asked anything leaves nothing behind."""
+    from confide.errors import ResumeError
+    from confide.files import write_json
+    from confide.finetune.run import finetune, prepare
+
+    try:
         with progress_bars(show=not json) as progress:
             result = finetune(
                 prepare(records, public, settings.max_length),
                 public,
                 settings,
-                dataset=dataset,
-                simulate=simulate,
-                ledger=book,
+                dataset=options["dataset"],
+                simulate=options["simulate"],
+                ledger=ledger,
                 progress=progress,
+                unfinished=unfinished,
             )
             score = result.score()
-        statement = result.release(folder / "release", key=signs)
-        result.keep_private(folder / "private")
-        summary = _summary(result, statement, out, score)
-        write_json(folder / "report" / "results.json", {**summary, "note": _NOTE})
+        result.keep_private(folder.side / "private")
+        summary = _summary(result, folder.out, score)
+        write_json(folder.side / "report" / "results.json", {**summary, "note": _NOTE})
+        # The last: where it is, nothing is missing.
+        statement = result.release(folder.side / "release", key=signs)
+        folder.finish()
+    except ResumeError:
+        raise
+    except BaseException:
+        if unfinished.asked:
+            print(f"The run can go on where it stopped: confide train --resume {folder.out}", file=sys.stderr)
+        else:
+            folder.remove()
+        raise
     if json:
         print_json(summary)
     else:
         _show(result, statement, summary, score)
 
 
-def _summary(result: FineTuned, statement: Statement, out: Path, score: float) -> dict[str, Any]:
+def _summary(result: FineTuned, out: Path, score: float) -> dict[str, Any]:
+    statement = result.statement
     return {
         "release": str(out / "release"),
         "dataset": statement.spendings[0].dataset,
@@ -210,3 +319,13 @@ def _show(result: FineTuned, statement: Statement, summary: dict[str, Any], scor
     print(
         f"Release in {summary['release']}; it loads with transformers, and `confide predict` labels new rows."
     )
+
+
+def _show_finished(out: Path, *, json: bool) -> None:
+    import json as parser
+
+    if json:
+        summary = parser.loads((out / "report" / "results.json").read_text(encoding="utf-8"))
+        print_json({name: value for name, value in summary.items() if name != "note"})
+    else:
+        print(f"{out} is finished. Release in {out / 'release'}")

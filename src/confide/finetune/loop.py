@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -43,12 +44,32 @@ class History:
     steps: list[StepRecord] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class State:
+    """Where training stands between two steps: all that the next one reads, beside keys and records.
+
+    Noise and draws are addressed by (stream, step, query), so their position is the step.
+
+    Attributes:
+        step: steps done.
+        tensors: trained weights (`weights/NAME`), the optimizer's (`optimizer/KEY/NAME`), and the last noisy
+            gradient of `lagged` ascents (`gradient/NAME`).
+        history: so far. Private.
+    """
+
+    step: int
+    tensors: dict[str, Tensor]
+    history: History
+
+
 def train(
     binding: Binding,
     schedule: Schedule,
     keys: Keys,
     progress: Callable[[int, int], None] = lambda done, total: None,
     first_query: Callable[[], None] = lambda: None,
+    start: State | None = None,
+    after_step: Callable[[Callable[[], State]], None] = lambda state: None,
 ) -> History:
     """Execute the schedule; the bound parameters hold the result.
 
@@ -61,6 +82,10 @@ def train(
         progress: called with (steps done, steps planned).
         first_query: called once, just before the first noise is drawn; if it never was, no query was
             answered.
+        start: where an earlier call stood, with the same binding, schedule and keys: the result is bitwise
+            the one of a single call.
+        after_step: called between two steps with a function that gives the state; its tensors are those
+            that the next step changes.
 
     Raises:
         ModelError: a parameter of the schedule is not bound, or can't be clipped exactly.
@@ -79,9 +104,14 @@ def train(
     runners: dict[str, list[_StreamRunner]] = {}
     for stream in schedule.streams:
         runners.setdefault(stream.draw, []).append(_StreamRunner(binding, stream, keys, report))
-    history = History()
+    every = [runner for group in runners.values() for runner in group]
+    history, done = History(), 0
+    if start is not None:
+        history, done = start.history, start.step
+        for runner in every:
+            runner.restore(start.tensors)
     total = max(stream.steps for stream in schedule.streams)
-    for step in range(total):
+    for step in range(done, total):
         for group in runners.values():
             active = [runner for runner in group if step < runner.stream.steps]
             for runner in active:  # streams on one draw look at the same weights, then move together
@@ -90,7 +120,14 @@ def train(
                 runner.update(step)
                 history.steps_run[runner.stream.name] = step + 1
         progress(step + 1, total)
+        if step + 1 < total:
+            after_step(partial(_state, step + 1, every, history))
     return history
+
+
+def _state(step: int, runners: list[_StreamRunner], history: History) -> State:
+    tensors = {name: value for runner in runners for name, value in runner.tensors()}
+    return State(step, tensors, history)
 
 
 def _once(call: Callable[[], None]) -> Callable[[], None]:
@@ -145,6 +182,29 @@ class _StreamRunner:
         self.optimizer.step()
         for parameter in self.parameters.values():
             parameter.grad = None
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Everything that the next step reads and this one changed."""
+        for name, parameter in self.parameters.items():
+            yield f"weights/{name}", parameter.data
+            for key, value in self.optimizer.state[parameter].items():
+                yield f"optimizer/{key}/{name}", value
+            if name in self.gradient:
+                yield f"gradient/{name}", self.gradient[name]
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        """Continue from what `tensors` gave."""
+        for stored, value in tensors.items():
+            kind, _, name = stored.partition("/")
+            if kind == "optimizer":
+                key, _, name = name.partition("/")
+                if name in self.parameters:
+                    self.optimizer.state[self.parameters[name]][key] = value.clone()
+            elif kind == "weights" and name in self.parameters:
+                self.parameters[name].data.copy_(value)
+        # In this order the norm of a direction is summed.
+        kept = {name: f"gradient/{name}" for name in self.parameters}
+        self.gradient = {name: tensors[key].clone() for name, key in kept.items() if key in tensors}
 
     def _draw(self, draw: str, step: int) -> Units:
         return poisson_draw(

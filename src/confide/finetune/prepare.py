@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -40,6 +40,11 @@ class Prepared:
             "test": encode(tokenizer, task.test.texts, max_length),
         }
         self._features: dict[tuple[Split, int], Features] = {}
+
+    def tokens(self) -> Iterator[bytes]:
+        """What the base's tokenizer made of every text, to be hashed."""
+        for encoded in self._encoded.values():
+            yield from (encoded.tokens.tobytes(), encoded.offsets.tobytes(), str(encoded.pad).encode())
 
     def inputs(
         self, classifier: Classifier, first_block: int, split: Split, progress: Progress = silent

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ from confide.errors import ConfigError, ModelError, ReleaseError
 from confide.finetune import methods
 from confide.finetune.binding import Anchor, Binding
 from confide.finetune.charge import charged
+from confide.finetune.checkpoint import Begun, Unfinished
+from confide.finetune.fingerprint import fingerprint
 from confide.finetune.loop import History, train
 from confide.finetune.prepare import (
     Prepared,
@@ -82,6 +85,7 @@ class FineTuned:
         schedule: as executed and charged.
         history: private.
         statement: the claim; the hashes of the weights are filled in when it is released.
+        unfinished: the run's keys and checkpoints on disk, private; None if there are none.
     """
 
     prepared: Prepared
@@ -90,6 +94,7 @@ class FineTuned:
     schedule: Schedule
     history: History
     statement: Statement
+    unfinished: Unfinished | None = None
 
     def score(self) -> float:
         """Score on the test records. Not noised: for reports, never for a release."""
@@ -98,8 +103,12 @@ class FineTuned:
     def release(
         self, out: Path, *, key: Ed25519PrivateKey | None = None, overwrite: bool = False
     ) -> Statement:
-        """Write the release folder; nothing appears unless all of it does. `key` signs the statement."""
-        return write_release(
+        """Write the release folder; nothing appears unless all of it does. `key` signs the statement.
+
+        The run is finished then: its keys and checkpoints are destroyed, as noise could be subtracted with
+        them.
+        """
+        statement = write_release(
             out,
             save=self._save,
             info=self.info(),
@@ -107,11 +116,15 @@ class FineTuned:
             key=key,
             overwrite=overwrite,
         )
+        if self.unfinished:
+            self.unfinished.destroy()
+        return statement
 
     def keep_private(self, folder: Path) -> None:
         """Write losses and clipped shares of every step, for whoever ran it and nobody else."""
         lines = [json.dumps(_finite(dataclasses.asdict(step))) for step in self.history.steps]
-        files.write_text(folder / "steps.jsonl", "\n".join(lines) + "\n")
+        files.write_text(folder / "steps.jsonl", "\n".join(lines) + "\n", private=True)
+        folder.chmod(0o700)
 
     def info(self) -> ReleaseInfo:
         """What the release says about itself."""
@@ -187,6 +200,7 @@ def finetune(
     ledger: Ledger | None = None,
     on_plan: Callable[[Schedule], None] = lambda schedule: None,
     progress: Progress = silent,
+    unfinished: Unfinished | None = None,
 ) -> FineTuned:
     """Train one task privately.
 
@@ -199,20 +213,30 @@ def finetune(
             before its first noisy query; runs that claim nothing are not charged.
         on_plan: called with the calibrated schedule before anything looks at a record.
         progress: called with (what, done, total).
+        unfinished: where keys and checkpoints are kept. A run that was stopped there goes on, bitwise as if
+            it hadn't been: same machine, versions and threads.
 
     Raises:
         ConfigError, PrivacyError, ModelError, ReleaseError: before anything looks at a record.
+        ResumeError: records, base, settings, versions or threads aren't those that the run began with, or
+            its files are damaged; before anything looks at a record.
 
     Guarantee: the result's weights are (ε, δ)-DP in the training units as `statement` says, provided the
     caller publishes nothing else that was computed from them (`history` and `score` are not noised).
     """
-    task = prepared.task
-    # Keys are made here, never handed in: two runs with the same noise would give it away.
-    keys = Keys.fresh() if simulate is None else Keys.fixed(simulate)
+    task, dataset = prepared.task, dataset or prepared.task.name
+    begun = unfinished.read() if unfinished else None
+    if begun:
+        keys, run = begun.keys, begun.run
+    else:  # keys are made here, never handed in: two runs with the same noise would give it away
+        keys, run = Keys.fresh() if simulate is None else Keys.fixed(simulate), new_run()
+    found = fingerprint(prepared, settings, base.identity, base.folder, dataset, simulate, keys.sampling)
+    if begun:
+        begun.check(found)
     classifier = load_classifier(base.folder, task.labels, settings.seed)
     adapted, schedule, delta = plan(task, classifier, settings)
     on_plan(schedule)
-    run, dataset, units = new_run(), dataset or task.name, task.train.units
+    units = task.train.units
     spending = training_spending(
         schedule,
         delta=delta,
@@ -222,7 +246,18 @@ def finetune(
         steps_run={},
         simulated=keys.simulated,
     )
-    with charged(ledger, spending) as charge:
+    found["schedule"] = spending.model_dump_json()
+    if begun:
+        begun.check(found)
+    elif unfinished:
+        unfinished.begin(Begun(run, keys, found))
+    with charged(ledger, spending, unfinished) as charge:
+
+        def first_query() -> None:
+            charge.first_query()
+            if unfinished:
+                unfinished.asked = True
+
         inputs = prepared.inputs(classifier, adapted.first_block, "train", progress)
         module, forward = forward_of(classifier, adapted.first_block, inputs)
         if schedule.private:
@@ -243,7 +278,9 @@ def finetune(
             schedule,
             keys,
             lambda done, total: progress(f"{settings.method}, {task.name}", done, total),
-            charge.first_query,
+            first_query,
+            unfinished.latest(run) if unfinished else None,
+            partial(unfinished.after_step, run) if unfinished else lambda state: None,
         )
     entry = charge.settle(history.steps_run)
     statement = training_statement(
@@ -258,7 +295,7 @@ def finetune(
         simulated=keys.simulated,
         ledger=entry,
     )
-    return FineTuned(prepared, adapted, settings, schedule, history, statement)
+    return FineTuned(prepared, adapted, settings, schedule, history, statement, unfinished)
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ that follow it (`chain`), and their order is their position: clocks don't matter
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -31,6 +30,7 @@ from sqlalchemy import (
 from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
+from confide import files
 from confide.errors import PrivacyError
 from confide.privacy import chain
 from confide.privacy.account import Account, accounts
@@ -275,18 +275,12 @@ def _start_file(url: sqlalchemy.URL, name: str) -> None:
                 "restore it from a copy"
             )
         return
-    side = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _engine(url.set(database=str(side))).begin() as connection:
+    with files.aside(path) as side:
+        with _engine(url.set(database=str(side / "new"))).begin() as connection:
             _create(connection)
         with suppress(FileExistsError):  # somebody else started it meanwhile
-            os.link(side, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
-    finally:
-        side.unlink(missing_ok=True)
+            os.link(side / "new", path)
+        files.sync(path.parent)
 
 
 @contextmanager
