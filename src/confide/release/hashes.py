@@ -42,8 +42,10 @@ def encoder_hash(checkpoint: Checkpoint, prefix: str, heads: Collection[str] = (
     total = hashlib.sha256(b"confide.encoder/1\n")
     for name, stored in encoder_tensors(checkpoint, prefix, heads).items():
         about = json.dumps([name, checkpoint.dtype(stored), list(checkpoint.shape(stored))])
-        content = hashlib.sha256(checkpoint.raw(stored)).hexdigest()
-        total.update(f"{about} {content}\n".encode())
+        content = hashlib.sha256()
+        for piece in checkpoint.pieces(stored):
+            content.update(piece)
+        total.update(f"{about} {content.hexdigest()}\n".encode())
     return "sha256:" + total.hexdigest()
 
 
