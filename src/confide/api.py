@@ -105,8 +105,9 @@ def merge(
     base: str,
     out: str | Path,
     operator: str = "ties",
+    statistics: Sequence[str | Path] = (),
     disjoint: bool = False,
-    **parameters: float,
+    **parameters: Any,
 ) -> MergeReport:
     """Merge releases of one base into one encoder with a head for each task (`merging.merge.merge`)."""
     return _merge(
@@ -115,6 +116,7 @@ def merge(
         operator=operator,
         out=Path(out),
         parameters=parameters,
+        statistics=[Path(file) for file in statistics],
         disjoint=disjoint,
     )
 

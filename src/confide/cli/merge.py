@@ -10,6 +10,8 @@ import typer
 from confide.cli.output import print_json, print_table
 from confide.cli.progress import progress_bars
 
+_OPERATORS = "average, linear, task-arithmetic, ties, pcb, wudi, actmat, regmean, fisher"
+
 if TYPE_CHECKING:
     from confide.merging.merge import MergeReport
 
@@ -18,12 +20,20 @@ def merge(
     models: Annotated[list[Path], typer.Argument(help="Release folders, all trained from one base.")],
     base: Annotated[str, typer.Option(help="The public base: a folder, a Hugging Face id or package:NAME.")],
     out: Annotated[Path, typer.Option(help="Folder to write; it must not exist.")],
-    operator: Annotated[str, typer.Option(help="average, task-arithmetic or ties.")] = "ties",
+    operator: Annotated[str, typer.Option(help=f"One of: {_OPERATORS}.")] = "ties",
     density: Annotated[
-        float | None, typer.Option(help="ties: part of each task vector that is kept (0.2).")
+        float | None, typer.Option(help="ties and pcb: part of each task vector that is kept.")
     ] = None,
     scale: Annotated[
-        float | None, typer.Option(help="λ of task-arithmetic (0.3) and ties (1): how far to go.")
+        float | None, typer.Option(help="λ of task-arithmetic, ties, pcb and wudi: how far to go.")
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="NAME=VALUE, any parameter of the operator; values per model by commas."),
+    ] = None,
+    statistics: Annotated[
+        list[Path] | None,
+        typer.Option(help="regmean and fisher: a statistics file for each model, in any order."),
     ] = None,
     disjoint: Annotated[
         bool,
@@ -38,7 +48,8 @@ def merge(
     from confide.merging.merge import merge as merge_releases
     from confide.models.backbones import resolve
 
-    parameters = {
+    parameters = _parameters(set_ or [])
+    parameters |= {
         name: value for name, value in (("density", density), ("scale", scale)) if value is not None
     }
     with progress_bars(show=not json) as progress:
@@ -47,6 +58,7 @@ def merge(
             base=resolve(base),
             operator=operator,
             parameters=parameters,
+            statistics=statistics or [],
             out=out,
             disjoint=disjoint,
             progress=lambda done, total: progress(f"Merging {len(models)} models", done, total),
@@ -55,6 +67,18 @@ def merge(
         print_json(_as_json(report, out))
     else:
         _print(report, out)
+
+
+def _parameters(settings: list[str]) -> dict[str, Any]:
+    from confide.errors import MergeError
+
+    found: dict[str, Any] = {}
+    for text in settings:
+        name, equals, value = text.partition("=")
+        if not equals or not name or name in found:
+            raise MergeError(f"--set takes NAME=VALUE, each name once, not {text!r}")
+        found[name] = value
+    return found
 
 
 def _as_json(report: MergeReport, out: Path) -> dict[str, Any]:
@@ -74,10 +98,12 @@ def _as_json(report: MergeReport, out: Path) -> dict[str, Any]:
 def _print(report: MergeReport, out: Path) -> None:
     from confide.privacy.words import round_up
 
-    settings = "".join(f", {name} {value:g}" for name, value in report.parameters.items())
+    settings = "".join(f", {name} {_words(value)}" for name, value in report.parameters.items())
     merged = sum(line.rule == report.operator for line in report.tensors)
+    averaged = sum(line.rule.startswith("mean:") for line in report.tensors)
+    others = f"{averaged} averaged, the rest the base's" if averaged else "the rest the base's"
     print_table(
-        f"{report.operator}{settings}: {merged} of {len(report.tensors)} tensors merged, the rest the base's",
+        f"{report.operator}{settings}: {merged} of {len(report.tensors)} tensors merged, {others}",
         ("head", "labels", "max length"),
         [(head.task, str(len(head.labels)), str(head.max_length)) for head in report.info.heads],
     )
@@ -87,6 +113,12 @@ def _print(report: MergeReport, out: Path) -> None:
     else:
         print(f"No claim: {report.statement.no_claim}")
     print(f"Written to {out}; `confide privacy show {out}` recomputes the claim.")
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "/".join(f"{each:g}" for each in value)
+    return str(value).lower() if isinstance(value, bool | str) else f"{value:g}"
 
 
 def _how(report: MergeReport) -> str:

@@ -51,7 +51,7 @@ class MergePlan(BaseModel):
     """A merge operator and its parameters."""
 
     operator: str
-    parameters: dict[str, float] = {}
+    parameters: dict[str, Any] = {}
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -13,7 +13,9 @@ from typing import Any
 from confide import files
 from confide.errors import MergeError, ReleaseError
 from confide.merging.operators import find
+from confide.merging.operators.parameters import Setting
 from confide.merging.operators.specification import Operator, Rule
+from confide.merging.statistics import StatisticsFile, match_statistics
 from confide.merging.stream import TensorLine, merge_tensor
 from confide.merging.vectors import Encoder, TaskVectors
 from confide.privacy import statement as statements
@@ -21,7 +23,7 @@ from confide.privacy.composition import check, compose
 from confide.privacy.statement import Base, Statement
 from confide.release import format
 from confide.release.format import Head, ReleaseInfo
-from confide.release.hashes import base_hash
+from confide.release.hashes import base_hash, encoder_hash
 from confide.release.names import encoder_prefix, encoder_tensors, model_type
 from confide.release.tensors import Checkpoint, write_tensors
 from confide.release.write import MERGE_REPORT, TOKENIZER_FILES, verify, write_release
@@ -67,7 +69,7 @@ class MergeReport:
     """
 
     operator: str
-    parameters: Mapping[str, float]
+    parameters: Mapping[str, Setting]
     base: Base
     models: tuple[str, ...]
     facts: Mapping[str, Any]
@@ -82,7 +84,8 @@ def merge(
     base: Path,
     operator: str,
     out: Path,
-    parameters: Mapping[str, float] | None = None,
+    parameters: Mapping[str, Any] | None = None,
+    statistics: Sequence[Path] = (),
     disjoint: bool = False,
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
@@ -95,9 +98,11 @@ def merge(
     Args:
         models: release folders; merges may be merged again.
         base: folder of the public base model.
-        operator: `average`, `task-arithmetic` or `ties`.
+        operator: its name, one of `OPERATORS`.
         out: the folder to make.
         parameters: the operator's; defaults are its paper's.
+        statistics: a file for each model, in any order, where the operator needs them
+            (`merging.statistics`).
         disjoint: the caller declares that no unit is in two of the data sets, so the merge costs the
             largest claim; otherwise what was spent on each is added up.
         overwrite: swap out a release that is there.
@@ -105,9 +110,10 @@ def merge(
 
     Raises:
         MergeError: unknown operator or parameter; inputs of different bases, shapes or vocabularies; two
-            heads for one task; a value that isn't finite.
+            heads for one task; statistics that are missing or of another model; a value that isn't finite.
         ModelError, ReleaseError: an input can't be read, or isn't what its statement says; `out` exists.
-        PrivacyError: a statement is altered, or claims less than its events cost.
+        PrivacyError: a statement is altered, or claims less than its events cost; statistics that no claim
+            covers.
     """
     chosen = find(operator)
     settings = chosen.settings(parameters or {})
@@ -122,7 +128,7 @@ def merge(
     prefix = encoder_prefix(checkpoint, model_type(base))
     weights = Encoder(str(base), checkpoint, encoder_tensors(checkpoint, prefix))
     vectors = TaskVectors(weights, [item.weights for item in inputs])
-    rule = chosen.prepare(vectors, settings)
+    rule = chosen.prepare(vectors, settings, _statistics(inputs, statistics))
     info = ReleaseInfo(
         kind="merged",
         encoder_prefix=inputs[0].info.encoder_prefix,
@@ -237,6 +243,18 @@ def _vocabulary(folder: Path) -> dict[str, int] | None:
     return dict(vocabulary)
 
 
+def _statistics(inputs: Sequence[Input], paths: Sequence[Path]) -> list[StatisticsFile]:
+    """Those of each input, told by the encoder that they were computed on."""
+    if not paths:
+        return []
+    covered = {hash for item in inputs if item.statement for hash in item.statement.weights.values()}
+    models = {}
+    for item in inputs:
+        own = [name for head in item.info.heads for name in head.tensors] if item.info.kind == "model" else []
+        models[encoder_hash(item.weights.checkpoint, item.info.weights_prefix, own)] = item.tasks
+    return match_statistics([StatisticsFile(Path(path), covered) for path in paths], models)
+
+
 def _without_claim(item: Input, base: Base) -> Statement:
     return Statement(
         kind="training",
@@ -305,7 +323,7 @@ def _copy_base(folder: Path, base: Path) -> None:
 
 def _report(
     operator: Operator,
-    settings: Mapping[str, float],
+    settings: Mapping[str, Setting],
     base: Base,
     inputs: Sequence[Input],
     rule: Rule,

@@ -13,7 +13,8 @@ import numpy.typing as npt
 from confide.errors import MergeError
 from confide.merging.operators import find
 from confide.merging.operators.specification import Rule
-from confide.merging.vectors import CHUNK, Arrays, TaskVectors
+from confide.merging.statistics import Statistics
+from confide.merging.vectors import CHUNK, Arrays, TaskVectors, not_finite
 from confide.release.tensors import FLOATS, STORAGE, decode, encode
 
 Array = npt.NDArray[Any]
@@ -42,15 +43,17 @@ def merge_arrays(
     base: Mapping[str, Array],
     models: Sequence[Mapping[str, Array]],
     operator: str,
-    parameters: Mapping[str, float] | None = None,
+    parameters: Mapping[str, Any] | None = None,
+    statistics: Sequence[Statistics] = (),
 ) -> dict[str, Array]:
     """Merge models that are in memory, by the very code that merges folders.
 
     Args:
         base: θ₀ by name. Integer arrays must be equal everywhere.
         models: θ_t with the same names and shapes.
-        operator: `average`, `task-arithmetic` or `ties`.
+        operator: its name, one of `OPERATORS`.
         parameters: the operator's; defaults are its paper's.
+        statistics: of each model, where the operator needs them.
 
     Returns:
         New arrays under the base's names, in the base's dtypes.
@@ -59,11 +62,10 @@ def merge_arrays(
         MergeError: what can't be merged; models are called "model 1", "model 2", … in messages.
     """
     chosen = find(operator)
-    settings = chosen.settings(parameters or {})
     vectors = TaskVectors(
         Arrays("base", base), [Arrays(f"model {i}", model) for i, model in enumerate(models, start=1)]
     )
-    rule = chosen.prepare(vectors, settings)
+    rule = chosen.prepare(vectors, parameters or {}, statistics)
     merged: dict[str, Array] = {}
     for name in base:
         parts = list(merge_tensor(vectors, name, rule, operator, lambda line: None))
@@ -102,11 +104,14 @@ def _merge(
     dtype = vectors.base.dtype(name)
     squares, products = np.zeros(vectors.count), np.zeros(vectors.count)
     square = 0.0
+    start = 0
+    kernel = rule.kernel(name)
     for base, chunk in vectors.chunks(name):
         here = np.einsum("tn,tn->t", chunk, chunk)
         if not np.isfinite(here).all():
             _blame(vectors, name)
-        merged = rule.merge(chunk)
+        merged = kernel(chunk, start)
+        start += base.size
         squares += here
         products += chunk @ merged
         square += float(np.einsum("n,n->", merged, merged))
@@ -122,7 +127,8 @@ def _merge(
         float(np.clip(product / (norm * math.sqrt(own)), -1, 1)) if norm and own else None
         for product, own in zip(products, squares, strict=True)
     )
-    note(TensorLine(name, dtype, vectors.base.shape(name), operator, norm, cosines))
+    rule_name = rule.label(name) or operator
+    note(TensorLine(name, dtype, vectors.base.shape(name), rule_name, norm, cosines))
 
 
 def _copy(vectors: TaskVectors, name: str, rule: str, note: Callable[[TensorLine], None]) -> Iterator[Array]:
@@ -145,7 +151,5 @@ def _blame(vectors: TaskVectors, name: str) -> None:
         for start in range(0, vectors.size(name), CHUNK):
             values = weights.read(name, start, min(start + CHUNK, vectors.size(name)))
             if not np.isfinite(values).all():
-                raise MergeError(
-                    f"tensor {name} of {weights.label} holds values that aren't finite (NaN or ∞)"
-                )
+                raise MergeError(not_finite(name, weights))
     raise MergeError(f"tensor {name}: the models lie so far apart that their distance overflows")

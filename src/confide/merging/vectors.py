@@ -74,6 +74,34 @@ class Encoder:
         return self.checkpoint.read(self.stored[name], start, stop)
 
 
+class Matrices(Sequence[npt.NDArray[np.float64]]):
+    """D_t of one 2-D tensor, or of some of its rows: T matrices (out, in) float64, read when asked for."""
+
+    def __init__(self, vectors: TaskVectors, name: str, start: int, stop: int) -> None:
+        self._vectors, self._name = vectors, name
+        self._start, self._stop = start, stop
+
+    def __len__(self) -> int:
+        return self._vectors.count
+
+    def __getitem__(self, index: Any) -> Any:
+        """
+        Raises:
+            MergeError: a value that isn't finite.
+        """
+        base, model = self._vectors.base, self._vectors.models[range(len(self))[index]]
+        difference = self._read(model)
+        difference -= self._read(base)
+        return difference.reshape(-1, base.shape(self._name)[1])
+
+    def _read(self, weights: Weights) -> npt.NDArray[np.float64]:
+        width = weights.shape(self._name)[1]
+        values = weights.read(self._name, self._start * width, self._stop * width).astype(np.float64)
+        if not np.isfinite(values).all():
+            raise MergeError(not_finite(self._name, weights))
+        return values
+
+
 class TaskVectors:
     """D_t = θ_t − θ₀ of T models that were trained from one base.
 
@@ -146,6 +174,12 @@ class TaskVectors:
                     vector -= base
             yield base, vectors
 
+    def matrices(self, name: str, blocks: int = 1) -> list[Matrices]:
+        """A 2-D tensor whole, or cut into blocks of as many rows each, if that is possible."""
+        rows = self.base.shape(name)[0]
+        size = rows // blocks if rows % blocks == 0 else rows
+        return [Matrices(self, name, start, start + size) for start in range(0, rows, max(size, 1))]
+
     def _differs(self, name: str) -> bool:
         size = self.size(name)
         for start in range(0, size, CHUNK):
@@ -154,6 +188,11 @@ class TaskVectors:
             if any(not np.array_equal(base, model.read(name, start, stop)) for model in self.models):
                 return True
         return False
+
+
+def not_finite(name: str, weights: Weights) -> str:
+    """The message about a tensor that holds NaN or infinity."""
+    return f"tensor {name} of {weights.label} holds values that aren't finite (NaN or ∞)"
 
 
 def _all(weights: Weights, name: str) -> npt.NDArray[Any]:

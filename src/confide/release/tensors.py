@@ -25,7 +25,7 @@ Values = Array | tuple[str, tuple[int, ...], Iterable[Array]]
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 METADATA = {"format": "pt"}
-"""The only metadata that is ever written: what transformers asks for, and nothing that depends on data."""
+"""The only metadata that a release carries: what transformers asks for, and nothing that depends on data."""
 
 STORAGE: dict[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"),
@@ -227,7 +227,7 @@ def dtype_of(array: Array) -> str:
     raise ModelError(f"an array of {array.dtype} can't be written to safetensors")
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Values]) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, Values], metadata: Mapping[str, str] = METADATA) -> None:
     """Write a safetensors file, header first, one tensor at a time.
 
     Every tensor's place is known from its dtype and shape, so its values may be an iterator that computes
@@ -237,12 +237,13 @@ def write_tensors(path: Path, tensors: Mapping[str, Values]) -> None:
         path: the file; replaced if it exists.
         tensors: by name. Arrays of an iterator are in storage form (`encode`), of any shape; together they
             have exactly the tensor's size.
+        metadata: a release carries the default one only.
 
     Raises:
         ModelError: a dtype that safetensors can't hold, or an iterator with too few or too many values.
     """
     order = sorted(tensors)
-    header: dict[str, Any] = {"__metadata__": METADATA}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
     offset = 0
     for name in order:
         dtype, shape = _declared(name, tensors[name])

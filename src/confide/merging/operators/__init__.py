@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 from confide.errors import MergeError
-from confide.merging.operators.average import AVERAGE
+from confide.merging.operators import (
+    actmat,
+    average,
+    fisher,
+    linear,
+    pcb,
+    regmean,
+    task_arithmetic,
+    ties,
+    wudi,
+)
 from confide.merging.operators.specification import Operator, suggest
-from confide.merging.operators.task_arithmetic import TASK_ARITHMETIC
-from confide.merging.operators.ties import TIES
 
-OPERATORS: dict[str, Operator] = {operator.name: operator for operator in (AVERAGE, TASK_ARITHMETIC, TIES)}
+OPERATORS: dict[str, Operator] = {
+    operator.name: operator
+    for operator in (
+        average.average,
+        linear.linear,
+        task_arithmetic.task_arithmetic,
+        ties.ties,
+        pcb.pcb,
+        wudi.wudi,
+        actmat.actmat,
+        regmean.regmean,
+        fisher.fisher,
+    )
+}
 
 
 def find(name: str) -> Operator:

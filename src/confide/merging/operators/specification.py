@@ -2,39 +2,54 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from confide.errors import MergeError
+from confide.merging.operators.parameters import Parameter, PerModel, Setting
+from confide.merging.statistics import Kind, Statistics, check_statistics
 from confide.merging.vectors import TaskVectors
 
 Vector = npt.NDArray[np.float64]
+Matrix = npt.NDArray[np.float64]
+
+Kernel = Callable[[Vector, int], Vector]
+"""(T, n) task vectors of n coordinates of one tensor, and the first one's place in it → (n,) merged.
+
+It may not change its argument; its answer may be changed, and holds until the next call."""
+
+_LONGEST_SIDE = 20_000
+_NO_LINEAR_WEIGHT = re.compile(r"embed|pooler|relative_attention_bias")
+_PACKED_QKV = re.compile(r"(^|\.)(Wqkv|qkv|in_proj)(\.|_)weight$")
 
 
 @dataclass(frozen=True)
-class Parameter:
-    """A number that an operator takes.
+class Tensors:
+    """Which tensors an operator merges.
 
     Attributes:
-        name: as in the API, and on the command line.
-        symbol: as in the paper.
-        default: the paper's.
-        minimum: smallest value allowed.
-        maximum: largest one.
-        about: what it does, in a sentence.
+        about: in words, for docs and the merge report.
+        match: whether the tensor of this name and shape is one of them.
     """
 
-    name: str
-    symbol: str
-    default: float
-    minimum: float
-    maximum: float
     about: str
+    match: Callable[[str, tuple[int, ...]], bool]
+
+
+EVERYTHING = Tensors("every tensor", lambda name, shape: True)
+MATRICES = Tensors(
+    f"2-D tensors with sides under {_LONGEST_SIDE:,}",
+    lambda name, shape: len(shape) == 2 and max(shape) < _LONGEST_SIDE,
+)
+LINEAR = Tensors(
+    "weights of attention and MLP",
+    lambda name, shape: MATRICES.match(name, shape) and not _NO_LINEAR_WEIGHT.search(name),
+)
 
 
 @dataclass(frozen=True)
@@ -42,13 +57,14 @@ class Rule:
     """An operator made ready for particular models: what it had to look up in all of them is fixed.
 
     Attributes:
-        merge: (T, n) task vectors of some coordinates, float64 → (n,) merged task vector. It may not change
-            its argument; its answer may be changed, and holds until the next call.
-        facts: what was looked up, for the merge report; JSON values.
+        kernel: name of a tensor → what merges its coordinates.
+        facts: what was looked up, for the merge report; JSON values. Complete once every tensor is merged.
+        label: what the report says of a tensor that is treated in another way; None for the operator's name.
     """
 
-    merge: Callable[[Vector], Vector]
+    kernel: Callable[[str], Kernel]
     facts: Mapping[str, Any] = field(default_factory=dict)
+    label: Callable[[str], str | None] = lambda name: None
 
 
 @dataclass(frozen=True)
@@ -59,33 +75,111 @@ class Operator:
         name: on the command line.
         about: the formula, in a line.
         paper: where it is from.
-        needs_base: whether the answer depends on the base model.
-        parameters: what it takes.
-        prepare: looks at the whole models, as often as it needs to, and returns the rule for a chunk.
+        function: what the decorated function was; pure. `takes` tells what it is given.
+        takes: `coordinates`: (T, n) task vectors → (n,). `matrices`: the task vectors of one tensor, T
+            (out, in) matrices that are read when asked for → the merged one, and facts for the report.
+            `model`: all `TaskVectors` → the `Rule`.
+        parameters: what it takes besides, by keyword; `PerModel` ones as an array (T,).
+        tensors: those that it merges.
+        others: what the others get: the mean of the task vectors, or nothing, so that the base's stay.
+        needs: statistics of each model's data. A function of matrices is given the T Grams of the tensor
+            after the matrices, a function of the model all statistics after the task vectors.
+        splits_qkv: whether query, key and value that are packed into one matrix are merged separately.
     """
 
     name: str
     about: str
     paper: str
-    needs_base: bool
-    parameters: tuple[Parameter, ...]
-    prepare: Callable[[TaskVectors, Mapping[str, float]], Rule]
+    function: Callable[..., Any]
+    takes: Literal["coordinates", "matrices", "model"] = "coordinates"
+    parameters: tuple[Parameter, ...] = ()
+    tensors: Tensors = EVERYTHING
+    others: Literal["mean", "base"] = "mean"
+    needs: Kind | None = None
+    splits_qkv: bool = False
 
-    def settings(self, given: Mapping[str, float]) -> dict[str, float]:
-        """Every parameter's value: the given one, or the default.
+    def settings(self, given: Mapping[str, Any]) -> dict[str, Setting]:
+        """Every parameter's value: the given one, which may be text, or the default.
 
         Raises:
             MergeError: an unknown parameter (the message names the near one), or a value out of range.
         """
         known = {parameter.name: parameter for parameter in self.parameters}
-        for name, value in given.items():
+        for name in given:
             if name not in known:
                 raise MergeError(f"operator {self.name} takes no parameter {name!r}{suggest(name, known)}")
-            low, high = known[name].minimum, known[name].maximum
-            if not math.isfinite(value) or not low <= value <= high:
-                span = f"between {low:g} and {high:g}" if math.isfinite(high - low) else "a finite number"
-                raise MergeError(f"{name} of operator {self.name} must be {span}, not {value}")
-        return {name: float(given.get(name, parameter.default)) for name, parameter in known.items()}
+        settings = {}
+        for name, parameter in known.items():
+            try:
+                settings[name] = parameter.read(given.get(name, parameter.default))
+            except ValueError as error:
+                raise MergeError(f"{name} of operator {self.name} must be {error}") from None
+        return settings
+
+    def prepare(
+        self, vectors: TaskVectors, settings: Mapping[str, Any], statistics: Sequence[Statistics] = ()
+    ) -> Rule:
+        """Look at the whole models, as often as the operator needs to.
+
+        Args:
+            vectors: T models.
+            settings: as given, or from `settings`.
+            statistics: of each model, in their order, where the operator needs them.
+
+        Raises:
+            MergeError: a wrong setting; statistics missing, not needed, or not of these models' shapes.
+        """
+        arguments = dict(self.settings(settings))
+        for parameter in self.parameters:
+            if isinstance(parameter, PerModel):
+                arguments[parameter.name] = self._each(parameter.name, arguments, vectors.count)
+        check_statistics(self.name, self.needs, statistics, vectors)
+        if self.takes == "coordinates":
+            return Rule(lambda name: lambda chunk, start: self.function(chunk, **arguments))
+        if self.takes == "matrices":
+            return self._by_matrix(vectors, arguments, statistics)
+        given = (statistics,) if self.needs else ()
+        rule: Rule = self.function(vectors, *given, **arguments)
+        return rule
+
+    def _each(self, name: str, arguments: Mapping[str, Any], count: int) -> Any:
+        values = np.atleast_1d(np.asarray(arguments[name], float))
+        if values.size not in (1, count):
+            raise MergeError(f"{name} of operator {self.name} has {values.size} values for {count} models")
+        return np.broadcast_to(values, count)
+
+    def _by_matrix(
+        self, vectors: TaskVectors, arguments: Mapping[str, Any], statistics: Sequence[Statistics]
+    ) -> Rule:
+        known: dict[str, Any] = {}
+
+        def reason(name: str) -> str | None:
+            if not self.tensors.match(name, vectors.base.shape(name)):
+                return f"{self.others}: {self.name} merges {self.tensors.about}"
+            if statistics and name not in statistics[0].names:
+                return f"{self.others}: no statistics of it were given"
+            return None
+
+        def kernel(name: str) -> Kernel:
+            if reason(name):
+                return _mean if self.others == "mean" else _nothing
+            blocks = 3 if self.splits_qkv and _PACKED_QKV.search(name) else 1
+            given = ([each.read(name) for each in statistics],) if self.needs else ()
+            merged, found = [], []
+            for matrices in vectors.matrices(name, blocks):
+                values, facts = self.function(matrices, *given, **arguments)
+                merged.append(values.ravel())
+                found.append(facts)
+            known[name] = {key: [facts[key] for facts in found] for key in found[0]}
+            whole = np.concatenate(merged)
+            return lambda chunk, start: whole[start : start + chunk.shape[1]]
+
+        return Rule(kernel, known, reason)
+
+
+def operator(name: str, **specification: Any) -> Callable[[Callable[..., Any]], Operator]:
+    """Make an `Operator` of the decorated function; the arguments are the operator's attributes."""
+    return lambda function: Operator(name=name, function=function, **specification)
 
 
 def suggest(name: str, known: Mapping[str, Any]) -> str:
@@ -96,3 +190,12 @@ def suggest(name: str, known: Mapping[str, Any]) -> str:
     if near:
         return f"; did you mean {near[0]!r}?"
     return f"; it takes {', '.join(known)}" if known else "; it takes none"
+
+
+def _mean(chunk: Vector, start: int) -> Vector:
+    mean: Vector = chunk.mean(axis=0)
+    return mean
+
+
+def _nothing(chunk: Vector, start: int) -> Vector:
+    return np.zeros(chunk.shape[1])

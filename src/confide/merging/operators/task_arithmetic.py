@@ -3,38 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
-from confide.merging.operators.specification import Operator, Parameter, Rule, Vector
-from confide.merging.vectors import TaskVectors
-
-
-def merge(vectors: Vector, scale: float) -> Vector:
-    """λ Σ D_t (Ilharco et al. 2023, section 4).
-
-    Args:
-        vectors: (T, n) task vectors.
-        scale: λ; not divided by T.
-
-    Returns:
-        (n,)
-    """
-    total: Vector = vectors.sum(axis=0)
-    total *= scale
-    return total
+from confide.merging.operators.parameters import PerModel
+from confide.merging.operators.specification import Vector, operator
 
 
-def _prepare(vectors: TaskVectors, settings: Mapping[str, float]) -> Rule:
-    return Rule(lambda chunk: merge(chunk, settings["scale"]))
-
-
-TASK_ARITHMETIC = Operator(
-    name="task-arithmetic",
+@operator(
+    "task-arithmetic",
     about="θ = θ₀ + λ Σ (θ_t − θ₀)",
     paper="Ilharco et al. 2023, Editing models with task arithmetic",
-    needs_base=True,
     parameters=(
-        Parameter("scale", "λ", 0.3, -math.inf, math.inf, "How far to go along the sum of the task vectors."),
+        PerModel(
+            "scale", 0.3, -math.inf, math.inf, "λ: how far to go along each task vector; never divided."
+        ),
     ),
-    prepare=_prepare,
 )
+def task_arithmetic(vectors: Vector, scale: Vector) -> Vector:
+    """λ Σ D_t (Ilharco et al. 2023, section 4), or Σ λ_t D_t."""
+    merged: Vector
+    if (scale == scale[0]).all():
+        merged = vectors.sum(axis=0)
+        merged *= scale[0]
+    else:
+        merged = scale @ vectors
+    return merged

@@ -1,22 +1,28 @@
 """TIES: trim small changes, elect a sign for each coordinate, average those that agree.
 
-The trim is global: one threshold per model over all of its coordinates, as in the paper (mergekit trims each
-tensor by itself). Only tensors that some model changed are counted: where a fifth of the model was trained, a
-threshold over all coordinates would be 0 and trim nothing.
+The trim is global: one threshold per model over all of its coordinates, as in the paper. Only tensors that
+some model changed are counted: where a fifth of the model was trained, a threshold over all coordinates would
+be 0 and trim nothing. `per-tensor` is what mergekit does: a threshold for each tensor.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from confide.merging.operators.specification import Operator, Parameter, Rule, Vector
-from confide.merging.selection import magnitudes, order_statistics
+from confide.merging.operators.parameters import Choice, Number, PerModel
+from confide.merging.operators.specification import Kernel, Rule, Vector, operator
+from confide.merging.selection import OrderStatistic, magnitudes, order_statistics
 from confide.merging.vectors import CHUNK, TaskVectors
 
 _KEEP_NOTHING = math.inf
+_SMALLEST_MASS = 1e-8
+
+Thresholds = Mapping[str, Sequence[float]]
+"""Tensor → T magnitudes in float32; entries below are trimmed, equal ones are kept."""
 
 
 class Scratch:
@@ -24,18 +30,20 @@ class Scratch:
 
     def __init__(self, count: int, size: int) -> None:
         self.kept = np.empty((count, size))
-        self.total, self.elected, self.merged, self.agreeing = np.empty((4, size))
+        self.total, self.elected, self.merged, self.agreeing, self.mass = np.empty((5, size))
         self.magnitude = np.empty(size, np.float32)
         self.votes = np.empty(size, np.uint16)
         self.flag, self.zero = np.empty((2, size), bool)
 
 
-def merge(
+def disjoint_merge(
     vectors: Vector,
     thresholds: Sequence[float],
     majority: int,
     scale: float,
     scratch: Scratch | None = None,
+    weights: Vector | None = None,
+    mean: bool = True,
 ) -> Vector:
     """λ times the mean of the trimmed entries that have the elected sign (Yadav et al. 2023, algorithm 1).
 
@@ -45,36 +53,46 @@ def merge(
         majority: −1, 0 or 1; the sign where the trimmed entries cancel exactly.
         scale: λ.
         scratch: for at least T and n; the answer lies in it until the next call.
+        weights: T factors of the entries, in the election too; the mean is over their sum. None for 1.
+        mean: of the entries that agree; otherwise their sum.
 
     Returns:
         (n,); 0 where every entry is trimmed, or where they cancel and the majority is 0.
     """
     size = vectors.shape[1]
     scratch = scratch or Scratch(*vectors.shape)
-    kept, total = _trim(vectors, thresholds, scratch)
+    kept, total = _trim(vectors, thresholds, weights, scratch)
     elected, merged, agreeing = scratch.elected[:size], scratch.merged[:size], scratch.agreeing[:size]
-    votes, agrees = scratch.votes[:size], scratch.flag[:size]
+    votes, mass, agrees = scratch.votes[:size], scratch.mass[:size], scratch.flag[:size]
     np.sign(total, out=elected)
     if majority:
         np.equal(total, 0, out=agrees)
         np.copyto(elected, majority, where=agrees)
-    merged[...] = 0
-    votes[...] = 0
-    for entries in kept:
+    for array in (merged, votes, mass):
+        array[...] = 0
+    for number, entries in enumerate(kept):
         # Times the elected sign, what agrees is positive and the rest is not.
         np.multiply(entries, elected, out=agreeing)
         np.greater(agreeing, 0, out=agrees)
-        votes += agrees
+        if weights is None:
+            votes += agrees
+        else:
+            mass += agrees * weights[number]
         np.maximum(agreeing, 0, out=agreeing)
         merged += agreeing
-    np.maximum(votes, 1, out=votes)
     elected *= scale
     merged *= elected
-    merged /= votes
+    if mean and weights is None:
+        merged /= np.maximum(votes, 1, out=votes)
+    elif mean:
+        np.copyto(mass, 1, where=np.abs(mass) < _SMALLEST_MASS)
+        merged /= mass
     return merged
 
 
-def elect_majority(vectors: TaskVectors, thresholds: Sequence[float]) -> tuple[int, int]:
+def elect_majority(
+    vectors: TaskVectors, thresholds: Thresholds, weights: Vector | None = None
+) -> tuple[int, int]:
     """The sign that most coordinates elect, and how many cancel exactly so that they need it.
 
     Returns:
@@ -85,7 +103,7 @@ def elect_majority(vectors: TaskVectors, thresholds: Sequence[float]) -> tuple[i
     balance = cancelled = 0
     for name in vectors.changed:
         for _, chunk in vectors.chunks(name):
-            kept, total = _trim(chunk, thresholds, scratch)
+            kept, total = _trim(chunk, thresholds[name], weights, scratch)
             flag, zero = scratch.flag[: total.size], scratch.zero[: total.size]
             positive = int(np.count_nonzero(np.greater(total, 0, out=flag)))
             empty = int(np.count_nonzero(np.equal(total, 0, out=zero)))
@@ -96,52 +114,98 @@ def elect_majority(vectors: TaskVectors, thresholds: Sequence[float]) -> tuple[i
     return int(np.sign(balance)), cancelled
 
 
-def _trim(vectors: Vector, thresholds: Sequence[float], scratch: Scratch) -> tuple[Vector, Vector]:
-    """(T, n) entries that are kept, 0 elsewhere, and (n,) their sum; both lie in `scratch`."""
+def _trim(
+    vectors: Vector, thresholds: Sequence[float], weights: Vector | None, scratch: Scratch
+) -> tuple[Vector, Vector]:
+    """(T, n) weighted entries that are kept, 0 elsewhere, and (n,) their sum; both lie in `scratch`."""
     size = vectors.shape[1]
     kept, total, keep = scratch.kept[:, :size], scratch.total[:size], scratch.flag[:size]
     total[...] = 0
-    for entries, out, threshold in zip(vectors, kept, thresholds, strict=True):
+    for number, (entries, out, threshold) in enumerate(zip(vectors, kept, thresholds, strict=True)):
         np.greater_equal(magnitudes(entries, scratch.magnitude), np.float32(threshold), out=keep)
         np.multiply(entries, keep, out=out)
+        if weights is not None:
+            out *= weights[number]
         total += out
     return kept, total
 
 
-def _prepare(vectors: TaskVectors, settings: Mapping[str, float]) -> Rule:
-    density, scale = settings["density"], settings["scale"]
+@operator(
+    "ties",
+    about="θ = θ₀ + λ · mean of the trimmed task vectors' entries that have the elected sign",
+    paper="Yadav et al. 2023, TIES-Merging: resolving interference when merging models",
+    takes="model",
+    parameters=(
+        PerModel("density", 0.2, 0.0, 1.0, "Part of each task vector's coordinates that is kept."),
+        Number("scale", 1.0, -math.inf, math.inf, "λ: how far to go along the merged task vector."),
+        Choice(
+            "trim", "global", ("global", "per-tensor"), "One threshold per model, or one for each tensor."
+        ),
+        Choice("merge", "mean", ("mean", "sum"), "What becomes of the entries that agree."),
+        PerModel("weights", 1.0, -math.inf, math.inf, "Factors of the trimmed entries, before the election."),
+        Choice("zero_sum", "majority", ("majority", "plus"), "The sign elected where the entries cancel."),
+    ),
+)
+def ties(
+    vectors: TaskVectors,
+    density: Vector,
+    scale: float,
+    trim: str,
+    merge: str,
+    weights: Vector,
+    zero_sum: str,
+) -> Rule:
+    """Look up the thresholds of all models and the sign that most coordinates elect."""
+    factors = None if (weights == 1).all() else weights
     trained = sum(vectors.size(name) for name in vectors.changed)
-    trimmed_to = trained - int(trained * density)
-    kept = [trained] * vectors.count
-    thresholds = [0.0] * vectors.count
-    if density == 0:
-        kept, thresholds = [0] * vectors.count, [_KEEP_NOTHING] * vectors.count
-    elif trimmed_to > 0:
-        statistics = order_statistics(vectors, vectors.changed, trimmed_to)
-        thresholds = [statistic.value for statistic in statistics]
-        kept = [s.above + s.equal if s.value > 0 else s.above for s in statistics]
-    majority, cancelled = elect_majority(vectors, thresholds) if vectors.count > 1 else (0, 0)
-    facts = {
+    if trim == "global":
+        own, kept = _thresholds(vectors, vectors.changed, density, 0)
+        thresholds: Thresholds = dict.fromkeys(vectors.changed, own)
+    else:
+        found = {name: _thresholds(vectors, [name], density, 1) for name in vectors.changed}
+        thresholds = {name: own for name, (own, _) in found.items()}
+        kept = [sum(counts) for counts in zip(*(counts for _, counts in found.values()), strict=True)]
+    majority, cancelled = 1, 0
+    if zero_sum == "majority":
+        alone = vectors.count == 1
+        majority, cancelled = (0, 0) if alone else elect_majority(vectors, thresholds, factors)
+    facts: dict[str, Any] = {
         "coordinates": sum(vectors.size(name) for name in vectors.names),
         "trained": trained,
         "kept": kept,
         "effective_density": [count / trained if trained else 0.0 for count in kept],
-        "thresholds": [value if math.isfinite(value) else None for value in thresholds],
         "majority_sign": majority,
         "cancelled": cancelled,
     }
+    if trim == "global":
+        facts["thresholds"] = [value if math.isfinite(value) else None for value in own]
     scratch = Scratch(vectors.count, CHUNK)
-    return Rule(lambda chunk: merge(chunk, thresholds, majority, scale, scratch), facts)
+
+    def of_tensor(name: str) -> Kernel:
+        return lambda chunk, start: disjoint_merge(
+            chunk, thresholds[name], majority, scale, scratch, factors, merge == "mean"
+        )
+
+    return Rule(of_tensor, facts)
 
 
-TIES = Operator(
-    name="ties",
-    about="θ = θ₀ + λ · mean of the trimmed task vectors' entries that have the elected sign",
-    paper="Yadav et al. 2023, TIES-Merging: resolving interference when merging models",
-    needs_base=True,
-    parameters=(
-        Parameter("density", "k", 0.2, 0.0, 1.0, "Part of each task vector's coordinates that is kept."),
-        Parameter("scale", "λ", 1.0, -math.inf, math.inf, "How far to go along the merged task vector."),
-    ),
-    prepare=_prepare,
-)
+def _thresholds(
+    vectors: TaskVectors, names: Sequence[str], density: Vector, more: int
+) -> tuple[list[float], list[int]]:
+    """Each model's threshold over some tensors, and how many entries it keeps.
+
+    The k-th smallest magnitude, k = d − int(d·density) + more. The paper keeps it besides the int(d·density)
+    larger ones (more = 0); mergekit doesn't (more = 1).
+    """
+    size = sum(vectors.size(name) for name in names)
+    ranks = [size - int(size * each) + more for each in density]
+    inside = [[k] if 1 <= k <= size and part > 0 else [] for k, part in zip(ranks, density, strict=True)]
+    thresholds, kept = [], []
+    everything = OrderStatistic(0.0, size, 0)
+    for k, own, part in zip(ranks, order_statistics(vectors, names, inside), density, strict=True):
+        found = own[0] if own else everything
+        nothing = part == 0 or k > size
+        thresholds.append(_KEEP_NOTHING if nothing else found.value)
+        count = found.above + (found.equal if found.value > 0 or not own else 0)
+        kept.append(0 if nothing else count)
+    return thresholds, kept
