@@ -17,13 +17,13 @@ import numpy as np
 
 from confide.errors import MergeError
 from confide.merging.lora import Adapter, is_adapter
-from confide.merging.vectors import CHUNK, Encoder, Weights
+from confide.merging.vectors import CHUNK, Encoder
 from confide.privacy import statement as statements
 from confide.privacy.composition import check
 from confide.privacy.statement import Base, Statement
 from confide.release import format
 from confide.release.format import Head, ReleaseInfo
-from confide.release.hashes import encoder_hash
+from confide.release.hashes import encoder_hash, tensors_hash
 from confide.release.names import PREFIXES, encoder_prefix, encoder_tensors, model_type, offset
 from confide.release.tensors import Checkpoint
 from confide.release.write import check_task_name, verify
@@ -75,7 +75,7 @@ class Input:
     name: str
     prefix: str
     statement: Statement | None
-    weights: Weights
+    weights: Encoder | Adapter
     heads: tuple[tuple[Head, Encoder], ...]
 
     @property
@@ -151,7 +151,7 @@ def _open_base(folder: Path, heads: Sequence[str] | None) -> PublicBase:
     checkpoint, family = Checkpoint.open(folder), model_type(folder)
     prefix, own = _layout(checkpoint, family, heads)
     weights = _body(folder, checkpoint, prefix, own)
-    return PublicBase(folder, family, prefix, weights, encoder_hash(checkpoint, prefix, own))
+    return PublicBase(folder, family, prefix, weights, tensors_hash(checkpoint, weights.stored))
 
 
 def _layout(checkpoint: Checkpoint, family: str, heads: Sequence[str] | None) -> tuple[str, set[str]]:
@@ -191,7 +191,8 @@ def _is_tied(weights: Encoder, output: str, folder: Path) -> bool:
     if any(_equal(weights, output, name) for name in same):
         return True
     raise MergeError(
-        f"{folder}: config.json ties {output} to the embeddings (tie_word_embeddings), but its values are others"
+        f"{folder}: config.json ties {output} to the embeddings (tie_word_embeddings), but its values "
+        "are others"
     )
 
 
@@ -209,13 +210,8 @@ def _under_names_of(public: PublicBase, item: Input) -> PublicBase:
     if not prefix:
         return public
     inner = {n.removeprefix(prefix): s for n, s in public.weights.stored.items() if n.startswith(prefix)}
-    checkpoint = public.weights.checkpoint
-    return replace(
-        public,
-        prefix=prefix,
-        weights=Encoder(public.weights.label, checkpoint, inner),
-        hash=encoder_hash(checkpoint, prefix),
-    )
+    weights = Encoder(public.weights.label, public.weights.checkpoint, inner)
+    return replace(public, prefix=prefix, weights=weights, hash=tensors_hash(weights.checkpoint, inner))
 
 
 def _read_release(path: Path, task: str | None) -> Input:
@@ -267,7 +263,13 @@ def _read_plain(path: Path, task: str | None, public: PublicBase, heads: Sequenc
         adapter = Adapter(path, public.weights)
         _check_adapters_base(adapter, public)
         return Input(
-            path, "adapter", name, adapter.prefix, None, adapter, _plain_heads(path, name, adapter.checkpoint, adapter.heads)
+            path,
+            "adapter",
+            name,
+            adapter.prefix,
+            None,
+            adapter,
+            _plain_heads(path, name, adapter.checkpoint, adapter.heads),
         )
     checkpoint, family = Checkpoint.open(path), model_type(path)
     if family != public.family:
@@ -317,7 +319,7 @@ def _plain_heads(
 def _max_length(folder: Path, config: Mapping[str, Any]) -> int:
     tokenizer = _json(folder / "tokenizer_config.json").get("model_max_length")
     places = config.get("max_position_embeddings")
-    known = [int(n) for n in (tokenizer, places) if isinstance(n, int | float) and 2 < n]
+    known = [int(n) for n in (tokenizer, places) if isinstance(n, int | float) and n > 2]
     return min([*known, _LONGEST])
 
 

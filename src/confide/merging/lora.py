@@ -1,7 +1,7 @@
 """PEFT adapters as models: θ = θ₀ + s·B·A, computed where it is read and written nowhere.
 
 A folder of `adapter_config.json` and `adapter_model.safetensors` is read as PEFT applies it: the scale s is
-α/r, or α/√r under rank-stabilised LoRA (Kalajdzievski 2023), with α and r of the layer's own pattern where one
+α/r, or α/√r under rank-stabilised LoRA (Kalajdzievski 2023), with α and r of a layer's own pattern where one
 matches. Whatever would make ΔW something else is refused by name.
 """
 
@@ -27,10 +27,34 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 
 _HARMLESS = frozenset(
-    "alpha_pattern auto_mapping base_model_name_or_path bias ensure_weight_tying eva_config exclude_modules "
-    "fan_in_fan_out inference_mode init_lora_weights layers_pattern layers_to_transform lora_alpha "
-    "lora_dropout megatron_core modules_to_save peft_type peft_version qalora_group_size r rank_pattern "
-    "revision runtime_config target_modules task_type use_rslora".split()
+    {
+        "alpha_pattern",
+        "auto_mapping",
+        "base_model_name_or_path",
+        "bias",
+        "ensure_weight_tying",
+        "eva_config",
+        "exclude_modules",
+        "fan_in_fan_out",
+        "inference_mode",
+        "init_lora_weights",
+        "layers_pattern",
+        "layers_to_transform",
+        "lora_alpha",
+        "lora_dropout",
+        "megatron_core",
+        "modules_to_save",
+        "peft_type",
+        "peft_version",
+        "qalora_group_size",
+        "r",
+        "rank_pattern",
+        "revision",
+        "runtime_config",
+        "target_modules",
+        "task_type",
+        "use_rslora",
+    }
 )
 """Keys that say nothing about ΔW, or that are taken into account here; any other must be off."""
 
@@ -114,8 +138,9 @@ class Adapter:
         width = right.shape[1]
         first = start // width
         rows = left[first : -(-stop // width)] @ right
-        piece = rows.reshape(-1)[start - first * width : stop - first * width]
-        return np.add(values, piece[: len(values)], dtype=np.float64)
+        piece: npt.NDArray[np.float64] = rows.reshape(-1)[start - first * width :][: len(values)]
+        piece += values
+        return piece
 
     def _factors(self, name: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         """ΔW = left @ right in the layout of the base's tensor; kept until another tensor is read."""
@@ -144,7 +169,9 @@ class Adapter:
         rank, shape = first[0], self.base.shape(name)
         straight, crossed = (second[0], first[1]), (first[1], second[0])
         # PEFT flips its own fan_in_fan_out to suit a layer, so the shape knows better, where it isn't square.
-        turned = embedding or (bool(self.config.get("fan_in_fan_out")) if straight == crossed else shape == crossed)
+        turned = embedding or (
+            bool(self.config.get("fan_in_fan_out")) if straight == crossed else shape == crossed
+        )
         if second[1] != rank or shape != (crossed if turned else straight):
             raise ModelError(
                 f"{self.label}: layer {layer} has A {list(first)} and B {list(second)}, which don't fit "
@@ -183,14 +210,14 @@ def _read_config(folder: Path) -> dict[str, Any]:
         # Off is None, False, an empty list or table; an index of 0 in a list is not.
         if key not in _HARMLESS and value not in (None, False, [], {}, ""):
             raise ModelError(
-                f"{folder}: {key} is set in {CONFIG} ({value!r}), so the model isn't W + s·B·A; merge it into "
-                "a model folder with PEFT (merge_and_unload), and merge that"
+                f"{folder}: {key} is set in {CONFIG} ({value!r}), so the model isn't W + s·B·A; merge it "
+                "into a model folder with PEFT (merge_and_unload), and merge that"
             )
     start = config.get("init_lora_weights")
     if start not in _PLAIN_STARTS:
         raise ModelError(
-            f"{folder}: init_lora_weights is {start!r}, which changes the base's own weights too; save it with "
-            "path_initial_model_for_weight_conversion, which makes it a plain adapter"
+            f"{folder}: init_lora_weights is {start!r}, which changes the base's own weights too; save it "
+            "with path_initial_model_for_weight_conversion, which makes it a plain adapter"
         )
     return dict(config)
 

@@ -35,7 +35,7 @@ _TOP = {
 }
 _MODEL = {"model": "its folder", "parameters": "the operator's, for this model", "task": "name of its head"}
 _CONDITION = {"filter": "part of a tensor's name", "value": "a value, or one per stretch of layers"}
-_STATISTICS = {"public": "file of public text"}
+_STATISTICS = {"public": "files of statistics of public text"}
 _NOT_OURS = {
     "slices": "models are merged whole: write them under `models`",
     "modules": "models are merged whole: write them under `models`",
@@ -101,7 +101,7 @@ class Recipe:
         compat: whether the operator does what mergekit does, also where that isn't its paper.
         disjoint: the owners declare that no unit is in two of the data sets.
         heads: patterns of tensors that stay per task; None: whatever the family calls its head.
-        statistics: `data-free`, `released`, or a file of public text; None if nothing is said.
+        statistics: `data-free`, `released` with each model, or files; None if nothing is said.
         where: line of each key, for messages about settings.
     """
 
@@ -113,7 +113,7 @@ class Recipe:
     compat: Literal["mergekit"] | None = None
     disjoint: bool = False
     heads: tuple[str, ...] | None = None
-    statistics: Literal["data-free", "released"] | Path | None = None
+    statistics: Literal["data-free", "released"] | tuple[Path, ...] | None = None
     where: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def wrong(self, key: str, message: str) -> MergeError:
@@ -202,7 +202,9 @@ class _Page:
             near = get_close_matches(str(name), known, n=1)
             raise self.wrong(
                 inner,
-                f"unknown key; did you mean {near[0]!r}?" if near else f"unknown key; known: {', '.join(known)}",
+                f"unknown key; did you mean {near[0]!r}?"
+                if near
+                else f"unknown key; known: {', '.join(known)}",
             )
         return value
 
@@ -330,8 +332,12 @@ class _Page:
         if not isinstance(value, dict):
             raise self.wrong(
                 "statistics",
-                f"must be data-free, released, or {{public: FILE}}, not {value!r}: statistics of private "
+                f"must be data-free, released, or {{public: FILES}}, not {value!r}: statistics of private "
                 "records are charged queries",
             )
         value = self.mapping(value, "statistics", _STATISTICS)
-        return Path(self.text(value.get("public"), "statistics.public")).expanduser()
+        files = value.get("public")
+        return tuple(
+            Path(self.text(file, "statistics.public")).expanduser()
+            for file in (files if isinstance(files, list) else [files])
+        )

@@ -155,7 +155,7 @@ class Checkpoint:
         """
         entry = self._entry(name)
         stored = np.empty(max(0, min(stop, math.prod(entry.shape)) - start), STORAGE[entry.dtype])
-        self._copy(entry, start * stored.itemsize, memoryview(stored).cast("B"))
+        self._copy(entry, start * stored.itemsize, stored.view(np.uint8).data)
         return decode(stored, entry.dtype)
 
     def pieces(self, name: str) -> Iterator[memoryview]:
