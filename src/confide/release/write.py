@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
+import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from confide import files
 from confide.errors import ReleaseError
@@ -38,7 +40,7 @@ PROVENANCE: Mapping[str, str] = {
     format.FILE_NAME: "The owner's settings: task, labels, metric, length; names of the head's tensors.",
     statements.FILE_NAME: "The schedule, declared constants of the data, the claim, hashes of the weights.",
     MERGE_REPORT: "Computed from the released weights of the inputs and the base, and from nothing else.",
-    card.FILE_NAME: "Written from confide.json and statement.json.",
+    card.FILE_NAME: "Written from confide.json, statement.json and merge-report.json.",
 }
 """Every file that a release may hold, as a pattern, and where its content comes from. Nothing else leaves."""
 
@@ -98,10 +100,15 @@ def write_release(
         weights = {name: file_hash(side / name) for name in _listed(side) if _is_weights(name)}
         statement = statement.model_copy(update={"weights": weights})
         files.write_json(side / statements.FILE_NAME, statement.to_json())
-        files.write_text(side / card.FILE_NAME, card.render(info, statement))
+        files.write_text(side / card.FILE_NAME, card.render(info, statement, _merge_report(side)))
         _check_files(side)
         _check_tensors(side, info)
     return statement
+
+
+def _merge_report(folder: Path) -> Any:
+    file = folder / MERGE_REPORT
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
 
 
 def verify(folder: Path) -> Statement:
