@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from confide.cli import evaluate, ledger, merge, predict, privacy, run, train
+from confide.cli import evaluate, export, ledger, merge, predict, privacy, run, train
 from confide.errors import ConfideError
 
 _INTERRUPTED = 130
@@ -21,6 +21,7 @@ app = typer.Typer(
 )
 app.command("train")(train.train)
 app.command("merge")(merge.merge)
+app.command("export")(export.export)
 app.command("predict")(predict.predict)
 app.command("evaluate")(evaluate.evaluate)
 app.command("run")(run.run)

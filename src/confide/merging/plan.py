@@ -130,7 +130,7 @@ def plan_models(
     public, inputs = read_inputs(models, base, heads)
     vectors = TaskVectors(public.weights, [item.weights for item in inputs])
     groups = (Group(settings, vectors.names),)
-    return _plan(chosen, groups, public, inputs, vectors, statistics, dtype, heads, disjoint)
+    return plan_inputs(chosen, groups, public, inputs, vectors, statistics, dtype, heads, disjoint)
 
 
 def plan_recipe(recipe: Recipe, base: Path, statistics: Sequence[Path] = ()) -> Plan:
@@ -158,7 +158,7 @@ def plan_recipe(recipe: Recipe, base: Path, statistics: Sequence[Path] = ()) -> 
     prefix = next((item.prefix for item in inputs), "")
     operator, groups = groups_of(recipe, vectors.names, prefix)
     files = [*statistics, *_statistics_of(recipe, own.models)]
-    return _plan(
+    return plan_inputs(
         operator, groups, public, inputs, vectors, files, recipe.dtype, recipe.heads, recipe.disjoint
     )
 
@@ -171,7 +171,7 @@ def find_operator(recipe: Recipe) -> Operator:
         raise recipe.wrong("merge_method", str(error)) from None
 
 
-def _plan(
+def plan_inputs(
     operator: Operator,
     groups: tuple[Group, ...],
     public: PublicBase,
@@ -182,6 +182,7 @@ def _plan(
     heads: Sequence[str] | None,
     disjoint: bool,
 ) -> Plan:
+    """A plan from inputs that are open already; arguments are the plan's own attributes."""
     base = identity(inputs, public)
     info = ReleaseInfo(
         kind="merged",

@@ -50,15 +50,19 @@ def _front_matter(info: ReleaseInfo, statement: Statement, report: Mapping[str, 
     lines += ["tags:", "- confide"]
     lines += ["- merge"] if info.kind == "merged" else []
     lines += ["- differential-privacy"] if statement.claim else []
-    # JSON is YAML too.
     if report:
         told = {key: report[key] for key in ("operator", "parameters")}
         told["models"] = [model["tasks"] for model in report["models"]]
-        lines.append(f"merge: {json.dumps(told, ensure_ascii=False)}")
-    claim = statement.claim
-    stated = {"epsilon": claim.epsilon, "delta": claim.delta} if claim else None
-    lines.append(f"differential_privacy: {json.dumps(stated)}")
+        lines.append(f"merge: {_yaml(told)}")
+    if claim := statement.claim:
+        lines.append(f"differential_privacy: {_yaml({'epsilon': claim.epsilon, 'delta': claim.delta})}")
     return "\n".join([*lines, "---"])
+
+
+def _yaml(value: Any) -> str:
+    """JSON that YAML 1.1 reads as the same: it takes 1e-06, without a point, for text."""
+    text = json.dumps(value, ensure_ascii=False)
+    return re.sub(r"(?<=[ \[])(-?\d+)(e[-+]\d+)(?=[,\]}])", r"\1.0\2", text)
 
 
 def _what(info: ReleaseInfo, statement: Statement) -> str:
