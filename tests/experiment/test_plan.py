@@ -100,6 +100,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown operator": ({"merges": [{"operator": "tiez"}]}, "unknown operator 'tiez'; did you mean 'ties'"),
     "unknown parameter": ({"merges": [{"operator": "ties", "parameters": {"densty": 0.2}}]}, "'density'"),
     "parameter out of range": ({"merges": [{"operator": "ties", "parameters": {"density": 2}}]}, "density"),
+    "an operator that needs data": (
+        {"merges": [{"operator": "regmean"}]},
+        "regmean needs grams of each model",
+    ),
     "two merges of one operator": ({"merges": [{"operator": "ties"}] * 2}, "operator"),
     "no seeds": ({"seeds": []}, "seeds: "),
     "a seed twice": ({"seeds": [1, 1]}, "seeds"),

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,16 @@ from confide.release.write import provenance, verify
 from .conftest import FROZEN, make_base, make_release
 
 Make = Callable[..., Path]
-OPERATORS = [("average", {}), ("task-arithmetic", {"scale": 0.4}), ("ties", {"density": 0.3})]
+OPERATORS = [
+    ("average", {}),
+    ("linear", {"weights": [3.0, 1.0]}),
+    ("task-arithmetic", {"scale": 0.4}),
+    ("ties", {"density": 0.3}),
+    ("ties", {"trim": "per-tensor", "merge": "sum"}),
+    ("pcb", {}),
+    ("wudi", {"iterations": 20}),
+    ("actmat", {}),
+]
 
 
 def encoder(folder: Path) -> dict[str, np.ndarray]:
@@ -35,12 +45,14 @@ def encoder(folder: Path) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize(("operator", "parameters"), OPERATORS)
 def test_folders_merge_as_arrays_do(
-    base: Path, releases: tuple[Path, Path], tmp_path: Path, operator: str, parameters: dict[str, float]
+    base: Path, releases: tuple[Path, Path], tmp_path: Path, operator: str, parameters: dict[str, Any]
 ) -> None:
     report = merge(releases, base=base, operator=operator, parameters=parameters, out=tmp_path / "merged")
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     expected = merge_arrays(encoder(base), [encoder(r) for r in releases], operator, parameters)
     assert set(merged) == set(expected)
+    written = json.loads((tmp_path / "merged" / "merge-report.json").read_text())
+    assert written["facts"] == json.loads(json.dumps(report.facts))
     for name, values in expected.items():
         np.testing.assert_array_equal(merged[name], values)
         if name.startswith(FROZEN):
@@ -422,9 +434,11 @@ def test_the_command(base: Path, releases: tuple[Path, Path], tmp_path: Path) ->
     near = run(str(base), "--operator", "tie")
     assert near.returncode == 2
     assert "did you mean 'ties'" in near.stderr
-    right = run(str(base), "--density", "0.5", "--disjoint", "--json")
+    chosen = ["--set", "trim=global", "--set", "weights=1,2"]
+    right = run(str(base), "--density", "0.5", *chosen, "--disjoint", "--json")
     assert right.returncode == 0, right.stderr
     said = json.loads(right.stdout)
     assert (said["parameters"]["density"], said["parameters"]["scale"]) == (0.5, 1.0)
     assert [head["task"] for head in said["heads"]] == ["films", "tweets"]
     assert said["claim"]["epsilon"] > 0
+    assert (said["parameters"]["trim"], said["parameters"]["weights"]) == ("global", [1.0, 2.0])

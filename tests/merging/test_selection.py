@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from confide.merging.selection import order_statistics
+from confide.merging.selection import order_statistics, signed_order_statistics
 from confide.merging.vectors import CHUNK, Arrays, TaskVectors
 
 
@@ -19,7 +21,8 @@ def select(models: list[np.ndarray], k: int) -> list:
     }
     half = models[0].size // 2
     split = [Arrays(str(i), {"a": model[:half], "b": model[half:]}) for i, model in enumerate(models)]
-    return order_statistics(TaskVectors(Arrays("base", base), split), ["a", "b"], k)
+    found = order_statistics(TaskVectors(Arrays("base", base), split), ["a", "b"], [[k]] * len(models))
+    return [statistic for (statistic,) in found]
 
 
 @settings(deadline=None, max_examples=150)
@@ -47,3 +50,25 @@ def test_more_than_a_chunk(scale: float) -> None:
     for k in (1, CHUNK, models[0].size - 7, models[0].size):
         for model, found in zip(models, select(models, k), strict=True):
             assert np.float32(found.value) == np.sort(np.abs(model))[k - 1]
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data())
+def test_signed_values_and_several_ranks(data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, 30))
+    numbers = st.floats(allow_nan=False, allow_infinity=False, width=32) | st.sampled_from([0.0, 1.0, -1.0])
+    models = [data.draw(arrays(np.float32, size, elements=numbers)) for _ in range(2)]
+    ranks = [data.draw(st.lists(st.integers(1, size), max_size=3)) for _ in models]
+    cut = data.draw(st.integers(0, size))
+
+    def values() -> Iterator[list[np.ndarray]]:
+        yield [model[:cut].astype(np.float64) for model in models]
+        yield [model[cut:].astype(np.float64) for model in models]
+
+    for model, own, found in zip(models, ranks, signed_order_statistics(values, ranks), strict=True):
+        assert [statistic.value for statistic in found] == [np.sort(model)[k - 1] for k in own]
+        for statistic in found:
+            # The two zeros are told apart.
+            if statistic.value != 0:
+                assert statistic.equal == np.sum(model == statistic.value)
+                assert statistic.above == np.sum(model > statistic.value)

@@ -152,7 +152,13 @@ def read(path: Path, *, fast: bool = False) -> Plan:
     for name in [*(task.name for task in plan.tasks), *plan.methods]:
         check_task_name(name)  # each becomes a folder
     for merge in plan.merges:
-        find(merge.operator).settings(merge.parameters)
+        operator = find(merge.operator)
+        operator.settings(merge.parameters)
+        if operator.needs:
+            raise ConfigError(
+                f"{path}: operator {operator.name} needs {operator.needs} of each model, which a study "
+                "doesn't compute; use `confide merge --statistics`"
+            )
     return plan
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import numpy as np
@@ -70,8 +71,9 @@ def solve(residual: Matrix, weight: Matrix, rcond: float) -> tuple[Matrix, int]:
     from scipy.linalg import lapack
 
     norm = float(np.abs(weight).sum(axis=0).max())
-    if norm == 0:
-        return np.zeros_like(residual), 0
+    if norm == 0 or not math.isfinite(norm):
+        # Task vectors whose squares overflow have no answer; whoever writes it complains.
+        return np.full_like(residual, norm and math.nan), 0
     factor, failed = lapack.dpotrf(weight)
     if not failed:
         # κ₂ ≤ κ₁ for symmetric matrices, so nothing is near the bound when 1/κ₁ isn't.

@@ -127,9 +127,11 @@ def _round(entries: npt.NDArray[Any], out: npt.NDArray[np.float32]) -> npt.NDArr
 
 
 def _signed_bits(entries: npt.NDArray[Any], out: npt.NDArray[np.float32]) -> Bits:
-    """Bits that sort as the values do: those of a float32 that isn't negative do, up to its sign."""
+    """Bits that sort as the values do: all of a negative float32 are turned over, else its sign alone."""
     bits = _round(entries, out).view(np.uint32)
-    np.bitwise_xor(bits, np.where(bits & _SIGN, np.uint32(0xFFFFFFFF), _SIGN), out=bits)
+    turned = (bits.view(np.int32) >> 31).view(np.uint32)
+    turned |= _SIGN
+    bits ^= turned
     return bits
 
 

@@ -12,7 +12,8 @@ of the file. Whatever came from records in another way is refused: no claim woul
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
@@ -20,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from confide.errors import MergeError, PrivacyError
-from confide.merging.vectors import TaskVectors
+from confide.merging.vectors import CHUNK, Arrays, TaskVectors, Weights
 from confide.release.hashes import file_hash
 from confide.release.tensors import Checkpoint, write_tensors
 
@@ -34,36 +35,23 @@ _KINDS: tuple[str, ...] = get_args(Kind)
 _ORIGINS: tuple[str, ...] = get_args(Origin)
 
 
-class Statistics(Protocol):
-    """Statistics of one model.
+class Statistics(Weights, Protocol):
+    """Statistics of one model, by the names of the tensors that they are about.
 
     Attributes:
-        label: what messages call them.
         kind: what they are.
-        names: of the tensors that they are about.
     """
 
     @property
-    def label(self) -> str: ...
-    @property
     def kind(self) -> str: ...
-    @property
-    def names(self) -> Collection[str]: ...
-    def shape(self, name: str) -> tuple[int, ...]: ...
-    def read(self, name: str) -> npt.NDArray[np.float64]: ...
 
 
-class ArrayStatistics:
+class ArrayStatistics(Arrays):
     """Statistics that are in memory; whoever makes them answers for their origin."""
 
     def __init__(self, label: str, kind: Kind, arrays: Mapping[str, Array]) -> None:
-        self.label, self.kind, self.names, self._arrays = label, kind, arrays.keys(), arrays
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._arrays[name].shape
-
-    def read(self, name: str) -> npt.NDArray[np.float64]:
-        return np.asarray(self._arrays[name], np.float64)
+        super().__init__(label, arrays)
+        self.kind = kind
 
 
 class StatisticsFile:
@@ -102,11 +90,27 @@ class StatisticsFile:
         self._checkpoint = checkpoint
         self.names: Collection[str] = checkpoint.names
 
+    def dtype(self, name: str) -> str:
+        return self._checkpoint.dtype(name)
+
     def shape(self, name: str) -> tuple[int, ...]:
         return self._checkpoint.shape(name)
 
-    def read(self, name: str) -> npt.NDArray[np.float64]:
-        return np.asarray(self._checkpoint.numpy(name), np.float64)
+    def read(self, name: str, start: int, stop: int) -> Array:
+        return self._checkpoint.read(name, start, stop)
+
+
+def whole(statistics: Statistics, name: str) -> npt.NDArray[np.float64]:
+    """The statistics of one tensor, in their shape, float64."""
+    shape = statistics.shape(name)
+    return statistics.read(name, 0, math.prod(shape)).astype(np.float64).reshape(shape)
+
+
+def pieces(statistics: Statistics, name: str) -> Iterator[npt.NDArray[np.float64]]:
+    """The statistics of one tensor, flattened and cut, float64."""
+    size = math.prod(statistics.shape(name))
+    for start in range(0, size, CHUNK):
+        yield statistics.read(name, start, min(start + CHUNK, size)).astype(np.float64)
 
 
 def write_statistics(
@@ -121,12 +125,17 @@ def write_statistics(
         model: `encoder_hash` of the model that they were computed on.
         arrays: by canonical name of the encoder's tensor.
         source: the public text, in words, or the name of the data set.
+
+    Raises:
+        MergeError: the file can't be written.
     """
     side = path.with_name(f".{path.name}.partial")
     about = {"format": _FORMAT, "kind": kind, "origin": origin, "model": model, "source": source}
     try:
         write_tensors(side, dict(arrays), about)
         side.replace(path)
+    except OSError as error:
+        raise MergeError(f"can't write {path}: {error.strerror or error}") from error
     finally:
         side.unlink(missing_ok=True)
 
@@ -183,17 +192,21 @@ def check_statistics(
 
 def _check(statistics: Statistics, name: str, vectors: TaskVectors) -> None:
     what = f"{statistics.label}: {statistics.kind} of tensor {name}"
-    if name not in vectors.names:
+    if name not in vectors.base.names:
         raise MergeError(f"{what} were given, a tensor that the models don't have")
     shape, ours = vectors.base.shape(name), statistics.shape(name)
     square = statistics.kind == "grams"
     wanted = (shape[-1], shape[-1]) if square else shape
     if ours != wanted or (square and len(shape) != 2):
         raise MergeError(f"{what} have shape {list(ours)}, but the tensor {list(shape)}")
-    values = statistics.read(name)
-    if not np.isfinite(values).all():
-        raise MergeError(f"{what} hold values that aren't finite (NaN or ∞)")
-    if ((values.diagonal() if square else values) < 0).any():
-        raise MergeError(f"{what} are negative where a mean of squares stands")
-    if square and not np.allclose(values, values.T, rtol=1e-6, atol=1e-9 * float(np.abs(values).max())):
-        raise MergeError(f"{what} aren't symmetric")
+    for piece in pieces(statistics, name):
+        if not np.isfinite(piece).all():
+            raise MergeError(f"{what} hold values that aren't finite (NaN or ∞)")
+        if not square and (piece < 0).any():
+            raise MergeError(f"{what} are negative where a mean of squares stands")
+    if square:
+        gram = whole(statistics, name)
+        if (gram.diagonal() < 0).any():
+            raise MergeError(f"{what} are negative where a mean of squares stands")
+        if not np.allclose(gram, gram.T, rtol=1e-6, atol=1e-9 * float(np.abs(gram).max(initial=0))):
+            raise MergeError(f"{what} aren't symmetric")

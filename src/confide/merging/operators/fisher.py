@@ -10,7 +10,7 @@ import numpy as np
 from confide.errors import MergeError
 from confide.merging.operators.parameters import Number, PerModel, Switch
 from confide.merging.operators.specification import Kernel, Rule, Vector, operator
-from confide.merging.statistics import Statistics
+from confide.merging.statistics import Statistics, pieces
 from confide.merging.vectors import TaskVectors
 
 
@@ -54,7 +54,8 @@ def fisher(
     """
     lengths = []
     for each in statistics:
-        length = math.sqrt(sum(float(np.vdot(each.read(name), each.read(name))) for name in each.names))
+        parts = (piece for name in each.names for piece in pieces(each, name))
+        length = math.sqrt(sum(float(np.vdot(part, part)) for part in parts))
         if normalise and length == 0:
             raise MergeError(f"{each.label}: the Fisher diagonal is 0 everywhere, so it can't be normalised")
         lengths.append(length)
@@ -65,11 +66,10 @@ def fisher(
     def kernel(name: str) -> Kernel:
         if name not in statistics[0].names:
             return lambda chunk, start: merge(chunk, np.ones_like(chunk))
-        diagonals = [each.read(name).ravel() for each in statistics]
 
         def of_chunk(chunk: Vector, start: int) -> Vector:
             stop = start + chunk.shape[1]
-            own = np.stack([diagonal[start:stop] for diagonal in diagonals])
+            own = np.stack([each.read(name, start, stop) for each in statistics]).astype(np.float64)
             return merge(chunk, np.maximum(own, floor) * factors[:, None])
 
         return of_chunk

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from confide.merging.operators.parameters import Number
 from confide.merging.operators.specification import Rule, Vector, operator
@@ -42,29 +43,30 @@ class Range:
         return share
 
 
-def balance(vectors: Vector, ranges: Sequence[Range]) -> Vector:
+def balance(vectors: Vector, ranges: Sequence[Range]) -> npt.NDArray[np.float32]:
     """How well each coordinate competes, up to a factor that all share (Du et al. 2024, section 3).
 
     exp(T·norm(|D_t|)²) · tanh(D_t Σ D) · e^(−T/2): what is normalised afterwards may carry any factor, and
-    this one keeps it within float32.
+    this one keeps it within float32, in which it is compared: a weight is exactly 0 at the quantile, and
+    next to no others a weight of rounding would count whole.
 
     Args:
         vectors: (T, n) task vectors.
         ranges: of each model's magnitudes.
 
     Returns:
-        (T, n)
+        (T, n) float32
     """
     count = len(vectors)
     agreement: Vector = vectors * vectors.sum(axis=0)
     if np.abs(agreement).max(initial=0) < _SMALL:
-        agreement -= agreement**3 / 3
+        agreement *= 1 - agreement * agreement / 3
     else:
         np.tanh(agreement, out=agreement)
     for entries, own, out in zip(vectors, ranges, agreement, strict=True):
-        intra = own.normalise(np.abs(entries))
+        intra = own.normalise(np.clip(np.abs(entries), own.low, own.high))
         out *= np.exp(count * (intra * intra - 0.5))
-    return agreement
+    return agreement.astype(np.float32)
 
 
 def merge(vectors: Vector, magnitudes: Sequence[Range], balances: Sequence[Range], scale: float) -> Vector:
@@ -82,7 +84,7 @@ def merge(vectors: Vector, magnitudes: Sequence[Range], balances: Sequence[Range
     weights = balance(vectors, magnitudes)
     total, merged = np.zeros(vectors.shape[1]), np.zeros(vectors.shape[1])
     for entries, weight, size, own in zip(vectors, weights, magnitudes, balances, strict=True):
-        share = own.normalise(weight)
+        share = own.normalise(weight.astype(np.float64))
         total += share
         clamped = np.copysign(np.clip(np.abs(entries), size.low, size.high), entries)
         merged += share * np.where(entries == 0, 0.0, clamped)
@@ -112,7 +114,7 @@ def pcb(vectors: TaskVectors, density: float, scale: float, clamp: float) -> Rul
     found = order_statistics(vectors, vectors.changed, [ends] * vectors.count)
     magnitudes = [Range(low.value, high.value) for low, high in found]
 
-    def balances() -> Iterator[Vector]:
+    def balances() -> Iterator[npt.NDArray[np.float32]]:
         for name in vectors.changed:
             for _, chunk in vectors.chunks(name):
                 with np.errstate(invalid="ignore", over="ignore"):

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from confide.errors import MergeError
 from confide.merging.operators.parameters import Parameter, PerModel, Setting
-from confide.merging.statistics import Kind, Statistics, check_statistics
+from confide.merging.statistics import Kind, Statistics, check_statistics, whole
 from confide.merging.vectors import TaskVectors
 
 Vector = npt.NDArray[np.float64]
@@ -164,15 +164,16 @@ class Operator:
             if reason(name):
                 return _mean if self.others == "mean" else _nothing
             blocks = 3 if self.splits_qkv and _PACKED_QKV.search(name) else 1
-            given = ([each.read(name) for each in statistics],) if self.needs else ()
+            given = ([whole(each, name) for each in statistics],) if self.needs else ()
             merged, found = [], []
             for matrices in vectors.matrices(name, blocks):
                 values, facts = self.function(matrices, *given, **arguments)
                 merged.append(values.ravel())
                 found.append(facts)
-            known[name] = {key: [facts[key] for facts in found] for key in found[0]}
-            whole = np.concatenate(merged)
-            return lambda chunk, start: whole[start : start + chunk.shape[1]]
+            if found[0]:
+                known[name] = {key: [facts[key] for facts in found] for key in found[0]}
+            answer = np.concatenate(merged)
+            return lambda chunk, start: answer[start : start + chunk.shape[1]]
 
         return Rule(kernel, known, reason)
 

@@ -1,0 +1,128 @@
+"""Grams and Fisher diagonals of a released model on public text, for the operators that weigh by them.
+
+Nothing here is noised, so no text may be private: what is written says that its origin is `public`. The same
+sums over private records are a query, which a schedule reserves before training and a statement lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from confide.errors import DataError
+from confide.merging.statistics import Kind, write_statistics
+from confide.models.backbones import Classifier
+from confide.models.releases import load_release
+from confide.release import format
+from confide.release.hashes import encoder_hash
+from confide.release.names import canonical
+from confide.release.tensors import Checkpoint
+from confide.tasks.text import Encoded, encode
+
+Array = npt.NDArray[np.float64]
+_BATCH_TOKENS = 8192
+
+
+def write_public_statistics(
+    release: Path, texts: Sequence[str], out: Path, kind: Kind, *, source: str, task: str | None = None
+) -> None:
+    """Compute statistics of one released model on public text and write them to a file.
+
+    Args:
+        release: folder of a release; its weights are checked against its statement.
+        texts: public. Texts of the task's kind give better merges.
+        out: the file, such as `statistics.safetensors`; replaced if it exists.
+        kind: `grams` for RegMean, `fisher` for Fisher-weighted averaging.
+        source: which text, in words; goes into the file.
+        task: which head of a merge.
+
+    Raises:
+        DataError: no text.
+        ReleaseError, ModelError: the release can't be opened.
+    """
+    if not len(texts):
+        raise DataError("statistics need at least one public text")
+    classifier, head = load_release(release, task)
+    info = format.read(release)
+    heads = [name for each in info.heads for name in each.tensors] if info.kind == "model" else []
+    model = encoder_hash(Checkpoint.open(release), info.weights_prefix, heads)
+    encoded = encode(classifier.tokenizer, texts, head.max_length)
+    compute = grams if kind == "grams" else fisher
+    write_statistics(out, kind, "public", model, compute(classifier, encoded), source)
+
+
+def grams(classifier: Classifier, encoded: Encoded) -> dict[str, Array]:
+    """Mean of x xᵀ over the tokens that enter each Linear layer of the encoder.
+
+    A batch holds texts of one length, so that no padding is ever seen.
+
+    Returns:
+        Canonical name of the weight (out, in) → (in, in).
+    """
+    sums: dict[str, Tensor] = {}
+    counts: dict[str, int] = {}
+
+    def watch(name: str) -> Any:
+        def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            tokens = inputs[0].detach().reshape(-1, inputs[0].shape[-1]).double()
+            sums[name] = sums.get(name, 0) + tokens.T @ tokens
+            counts[name] = counts.get(name, 0) + len(tokens)
+
+        return hook
+
+    handles = [
+        module.register_forward_pre_hook(watch(canonical(f"{path}.weight".removeprefix(classifier.prefix))))
+        for path, module in classifier.model.named_modules()
+        if isinstance(module, nn.Linear) and path.startswith(classifier.prefix)
+    ]
+    try:
+        with torch.inference_mode():
+            for rows in _same_length(encoded.lengths):
+                classifier.model(**encoded.batch(rows))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {name: (total / counts[name]).cpu().numpy() for name, total in sums.items()}
+
+
+def fisher(classifier: Classifier, encoded: Encoded) -> dict[str, Array]:
+    """Diagonal of the Fisher information of the encoder's parameters, exact per text and class.
+
+    The mean over texts of Σ_y p(y|x) (∂ log p(y|x))² (Matena and Raffel 2022, section 2), one backward pass
+    for each text and class: squaring the gradient of a batch would make the answer depend on its size.
+
+    Returns:
+        Canonical name → array in the parameter's shape.
+    """
+    named = {
+        canonical(name.removeprefix(classifier.prefix)): parameter
+        for name, parameter in classifier.model.named_parameters()
+        if name.startswith(classifier.prefix) and parameter.requires_grad
+    }
+    sums = {name: torch.zeros_like(parameter, dtype=torch.float64) for name, parameter in named.items()}
+    for row in range(len(encoded)):
+        logits = classifier.model(**encoded.batch(np.array([row]))).logits[0]
+        logs = logits.log_softmax(0)
+        for label, log in enumerate(logs):
+            gradients = torch.autograd.grad(
+                log, list(named.values()), retain_graph=label + 1 < len(logs), allow_unused=True
+            )
+            share = float(log.detach().exp()) / len(encoded)
+            for total, gradient in zip(sums.values(), gradients, strict=True):
+                if gradient is not None:
+                    total.add_(gradient.double().square_(), alpha=share)
+    return {name: total.cpu().numpy() for name, total in sums.items()}
+
+
+def _same_length(lengths: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
+    for length in np.unique(lengths):
+        rows = np.flatnonzero(lengths == length)
+        size = max(1, _BATCH_TOKENS // max(int(length), 1))
+        for start in range(0, len(rows), size):
+            yield rows[start : start + size]
