@@ -99,8 +99,8 @@ class Adapter:
         self.label = str(folder)
         self.names: Collection[str] = base.names
         self.base = base
-        self.checkpoint = Checkpoint.open(Path(folder) / WEIGHTS)
         self.config = _read_config(Path(folder))
+        self.checkpoint = Checkpoint.open(Path(folder) / WEIGHTS)
         plain = {_plain(stored): stored for stored in self.checkpoint.names}
         layers = [match["layer"] for name in plain if (match := _FACTOR.fullmatch(name))]
         whole = [name for name in plain if "lora_" not in name]
