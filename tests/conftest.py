@@ -43,6 +43,14 @@ def _own_ledger(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
     monkeypatch.setenv("CONFIDE_LEDGER", str(tmp_path_factory.mktemp("ledger") / "ledger.sqlite"))
 
 
+@pytest.fixture(autouse=True)
+def _no_key(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test signs with its user's key."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
+    monkeypatch.delenv("CONFIDE_KEY", raising=False)
+    monkeypatch.delenv("CONFIDE_PASSPHRASE", raising=False)
+
+
 @pytest.fixture(scope="session")
 def make_base(tmp_path_factory: pytest.TempPathFactory) -> MakeBase:
     """Saves a BERT of a few thousand parameters; keywords go to its configuration."""

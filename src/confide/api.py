@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,6 +24,8 @@ from confide.merging.merge import MergeReport
 from confide.merging.merge import merge as _merge
 from confide.models.backbones import Classifier, resolve
 from confide.models.releases import load_release
+from confide.privacy.signature import load_key as load_key
+from confide.privacy.statement import OwnersChecked
 from confide.release.format import Head
 from confide.tasks import registry
 from confide.tasks.evaluate import logits
@@ -32,6 +34,9 @@ from confide.tasks.files import read_task as read_task
 from confide.tasks.metrics import score
 from confide.tasks.records import Records, TaskData
 from confide.tasks.text import encode
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 load_task = registry.load
 labelled = read_records
@@ -89,7 +94,8 @@ def train(
         settings: any of `Settings`: method, epsilon, delta, steps, …
 
     Returns:
-        The trained model; `.release(folder)` writes it, `.statement` is its claim. The rest is private.
+        The trained model; `.release(folder, key=…)` writes and signs it, `.statement` is its claim. The rest
+        is private.
     """
     from confide.privacy.ledger import Ledger
 
@@ -106,10 +112,14 @@ def merge(
     out: str | Path,
     operator: str = "ties",
     statistics: Sequence[str | Path] = (),
-    disjoint: bool = False,
+    disjoint: bool | OwnersChecked = False,
+    key: Ed25519PrivateKey | None = None,
     **parameters: Any,
 ) -> MergeReport:
-    """Merge releases of one base into one encoder with a head for each task (`merging.merge.merge`)."""
+    """Merge releases of one base into one encoder with a head for each task (`merging.merge.merge`).
+
+    `key`, from `load_key`, signs the statement.
+    """
     return _merge(
         [Path(model) for model in models],
         base=resolve(base),
@@ -118,6 +128,7 @@ def merge(
         parameters=parameters,
         statistics=[Path(file) for file in statistics],
         disjoint=disjoint,
+        key=key,
     )
 
 

@@ -12,6 +12,7 @@ from sklearn.metrics import accuracy_score, f1_score
 
 import confide as library
 from confide.privacy.statement import read as read_statement
+from confide.release.hashes import file_hash
 
 from .conftest import Answer, WriteCsv, listing
 
@@ -122,4 +123,7 @@ def test_a_registered_task_with_other_labels(confide: Confide, pair: list[Path])
     info = json.loads((pair[0] / "confide.json").read_text())
     info["heads"][0]["task"] = "sms-spam"
     (pair[0] / "confide.json").write_text(json.dumps(info))
+    said = json.loads((pair[0] / "statement.json").read_text())
+    said["files"]["confide.json"] = file_hash(pair[0] / "confide.json")
+    (pair[0] / "statement.json").write_text(json.dumps(said))
     assert "other labels" in confide("evaluate", pair[0]).message()

@@ -356,6 +356,7 @@ def test_two_runs_on_different_records_differ_in_nothing_but_the_weights(
             changed = differences(json.loads(ours), json.loads(theirs))
             ledger = {"/ledger/entry", "/ledger/head"}
             assert changed == {"/weights/model.safetensors", "/spendings/0/run", *ledger}
+            assert set(json.loads(ours)["files"]) == listing(one) - {"model.safetensors", name}
         elif name == "README.md":
             run_one, run_two = (read_statement(folder).spendings[0].run for folder in (one, two))
             assert ours.decode().replace(run_one, run_two) == theirs.decode()

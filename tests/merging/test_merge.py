@@ -19,8 +19,9 @@ from confide.merging import merge as module
 from confide.merging.merge import merge
 from confide.merging.stream import TensorLine, merge_arrays
 from confide.privacy import statement as statements
+from confide.privacy.signature import new_key, public_text, sign, signer
 from confide.release import format
-from confide.release.hashes import base_hash
+from confide.release.hashes import base_hash, file_hash
 from confide.release.write import provenance, verify
 
 from .conftest import FROZEN, make_base, make_release
@@ -205,6 +206,34 @@ def test_merges_merge_again(base: Path, releases: tuple[Path, Path], release: Ma
         merge([tmp_path / "first", releases[0]], base=base, operator="average", out=tmp_path / "third")
 
 
+def test_inputs_statements_are_carried_as_they_were_signed(base: Path, release: Make, tmp_path: Path) -> None:
+    owner, merger = new_key(tmp_path / "owner.pem"), new_key(tmp_path / "merger.pem")
+    folders = [release("films"), release("tweets")]
+    for folder in folders:
+        signed = sign(statements.read(folder), owner)
+        (folder / "statement.json").write_text(json.dumps(signed.to_json()))
+    merge(folders, base=base, operator="average", out=tmp_path / "first", key=merger)
+    third = release("genres")
+    merge([tmp_path / "first", third], base=base, operator="average", out=tmp_path / "second", key=merger)
+    said = statements.load(tmp_path / "second")
+    assert signer(said) == public_text(merger)
+    first, unsigned = said["inputs"]
+    assert first == statements.load(tmp_path / "first")
+    assert unsigned == statements.load(third)
+    assert [signer(part) for part in first["inputs"]] == [public_text(owner)] * 2
+    assert [signer(first), signer(unsigned)] == [public_text(merger), None]
+
+
+def test_an_input_that_was_changed_after_it_was_signed(base: Path, release: Make, tmp_path: Path) -> None:
+    model = release("films")
+    said = sign(statements.read(model), new_key(tmp_path / "key.pem")).to_json()
+    said["assumptions"] = said["assumptions"][:1]
+    (model / "statement.json").write_text(json.dumps(said))
+    with pytest.raises(PrivacyError, match="changed after it was signed"):
+        merge([model], base=base, operator="average", out=tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
 def test_claims_compose(base: Path, releases: tuple[Path, Path], tmp_path: Path) -> None:
     apart = merge(releases, base=base, operator="average", out=tmp_path / "a", disjoint=True).statement
     shared = merge(releases, base=base, operator="average", out=tmp_path / "b").statement
@@ -255,6 +284,9 @@ def test_another_vocabulary(base: Path, release: Make, tmp_path: Path) -> None:
     second = release("tweets")
     text = (second / "tokenizer.json").read_text()
     (second / "tokenizer.json").write_text(text.replace('"film"', '"movie"'))
+    said = json.loads((second / "statement.json").read_text())
+    said["files"]["tokenizer.json"] = file_hash(second / "tokenizer.json")
+    (second / "statement.json").write_text(json.dumps(said))
     with pytest.raises(
         MergeError, match=r"tokenizer of .*release-tweets \(8 tokens\).*'(film|movie)' differs"
     ):

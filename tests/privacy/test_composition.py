@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ from confide.privacy.composition import (
     worst_case,
 )
 from confide.privacy.events import Composed
-from confide.privacy.statement import Base, Statement
+from confide.privacy.statement import Base, OwnersChecked, Statement
 from confide.privacy.streams import Clipping, ParameterGroup, Schedule, Stream
 
 BASE = Base(name="some-base", hash="0" * 64)
@@ -172,6 +173,105 @@ def test_overlap_in_an_earlier_merge_stays_composed() -> None:
     inner = _merge(_statement("a"), _statement("b"), disjoint=True)
     outer = _merge(inner, _statement("c"), disjoint=False)
     assert _claimed(outer) > 1.4 * _claimed(inner)
+
+
+def test_what_an_earlier_merge_left_undeclared_stays_composed() -> None:
+    """Who declares that two models share nobody says nothing about the data sets within one of them."""
+    a, b, c = _statement("a"), _statement("b"), _statement("c", sigma=6.0)
+    inner = _merge(a, b, disjoint=False)
+    outer = _merge(inner, c, disjoint=True)
+    assert _claimed(outer) == pytest.approx(_claimed(inner), rel=1e-9)
+    assert _claimed(outer) > _claimed(_merge(a, b, c, disjoint=True))
+    check(outer)
+
+
+def test_what_an_earlier_merge_declared_holds_on() -> None:
+    """A unit is in a or in b, and perhaps in c too: the dearer of both pairs, not all three."""
+    a, b, c = _statement("a"), _statement("b", sigma=5.0), _statement("c", sigma=6.0)
+    outer = _merge(_merge(a, b, disjoint=True), c, disjoint=False)
+    assert _claimed(outer) == pytest.approx(_claimed(_merge(a, c, disjoint=False)), rel=1e-9)
+    assert _claimed(outer) < _claimed(_merge(a, b, c, disjoint=False))
+    assert any("a and b share no unit" in line for line in outer.assumptions)
+    check(outer)
+
+
+def test_a_data_set_in_two_inputs_is_apart_from_nothing_by_that() -> None:
+    a, b, c = _statement("a"), _statement("b"), _statement("c", sigma=9.0)
+    inner = _merge(a, b, disjoint=False)
+    outer = _merge(inner, a, c, disjoint=True)
+    assert _claimed(outer) == pytest.approx(_claimed(inner), rel=1e-9)
+
+
+TREE = st.recursive(
+    st.sampled_from("abcd"),
+    lambda inner: st.tuples(st.lists(inner, min_size=1, max_size=3), st.booleans()),
+    max_leaves=5,
+)
+RUNS = {
+    name: _statement(name, sigma=sigma) for name, sigma in zip("abcd", (3.0, 4.0, 5.0, 12.0), strict=True)
+}
+
+
+@settings(max_examples=12, deadline=None)
+@given(TREE)
+def test_no_merge_claims_less_than_any_of_its_inputs(tree: Any) -> None:
+    """The invariant of composition: more inputs never cost less, and everything together is never passed."""
+
+    def build(node: Any) -> Statement:
+        if isinstance(node, str):
+            return RUNS[node]
+        parts = [build(part) for part in node[0]]
+        merged = _merge(*parts, disjoint=node[1])
+        assert _claimed(merged) >= max(_claimed(part) for part in parts) * (1 - 1e-6)
+        together = worst_case(merged)
+        assert together is not None
+        assert _claimed(merged) <= together.epsilon * (1 + 1e-6)
+        return merged
+
+    found = build(tree)
+    check(found)
+    again = Statement.model_validate_json(json.dumps(found.to_json()))
+    assert again == found
+    check(again)
+
+
+def test_owners_who_checked_are_named() -> None:
+    checked = OwnersChecked(how="hashed ids compared", when=datetime.date(2026, 11, 30))
+    merged = compose([_statement("a"), _statement("b")], disjoint=checked, base=BASE)
+    assert merged.disjoint == checked
+    assert merged.claim == _merge(_statement("a"), _statement("b"), disjoint=True).claim
+    assert any("owners checked it (hashed ids compared, 2026-11-30)" in line for line in merged.assumptions)
+    again = Statement.model_validate_json(json.dumps(merged.to_json()))
+    assert again == merged
+    check(again)
+
+
+def test_a_merge_says_what_its_inputs_say() -> None:
+    a, b = _statement("a"), _statement("b", sigma=5.0)
+    honest = _merge(a, b, disjoint=False)
+    quieter = _statement("b", sigma=50.0, run=b.spendings[0].run)
+    other_base = Base(name="other", hash="1" * 64)
+    forgeries = {
+        "doesn't carry its inputs": honest.model_copy(update={"inputs": ()}),
+        "spendings aren't those of its inputs": honest.model_copy(
+            update={"inputs": (a.to_json(), quieter.to_json())}
+        ),
+        "aren't those": honest.model_copy(update={"inputs": (a.to_json(),)}),
+        "input 2: the claim doesn't hold": _altered(honest, "inputs", 1, "claim", "epsilon", to=0.01),
+        "its input 1 claims nothing": _altered(
+            _altered(honest, "inputs", 0, "claim", to=None), "inputs", 0, "no_claim", to="no"
+        ),
+        "leaves out an assumption": honest.model_copy(update={"assumptions": honest.assumptions[1:]}),
+        "another base": honest.model_copy(update={"base": other_base}),
+        "input 1 is not a valid statement": _altered(honest, "inputs", 0, to={"kind": "gift"}),
+        "no inputs of a merge": a.model_copy(update={"inputs": (b.to_json(),)}),
+        "claim doesn't hold": honest.model_copy(update={"disjoint": "declared", "claim": a.claim}).model_copy(
+            update={"inputs": (_merge(a, b, disjoint=False).to_json(),)}
+        ),
+    }
+    for message, forged in forgeries.items():
+        with pytest.raises(PrivacyError, match=message):
+            check(forged)
 
 
 def test_replaced_unit_may_touch_two_data_sets() -> None:

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 
 import pytest
 
 from confide.errors import PrivacyError
-from confide.privacy.events import Composed, PoissonGaussian
+from confide.privacy.events import Composed, PoissonGaussian, effective
+from confide.privacy.queries import Query
 from confide.privacy.streams import Budget, Clipping, Schedule, Stream
 
 Make = Callable[..., Stream]
@@ -118,3 +120,58 @@ def test_an_ascent_draw_is_charged_at_its_own_rate(stream: Make) -> None:
     for streams in ((fresh, other), (other, fresh)):
         with pytest.raises(PrivacyError, match="different sampling rates"):
             Schedule(streams)
+
+
+def test_adaptive_clipping_asks_one_more_query_on_the_draw(stream: Make) -> None:
+    clipping = Clipping("adaptive", 1.0, count_noise=5.0)
+    assert clipping.count_multiplier == 10.0  # a unit counts ±1/2
+    plain = Schedule((stream(clipping=clipping),))
+    assert plain.event() == Composed((PoissonGaussian(0.02, (1.0, 10.0), 50),))
+    assert plain.fixed_event() == Composed((PoissonGaussian(0.02, (10.0,), 50),))
+    fresh = Schedule((stream(clipping=clipping, ascent="fresh", ascent_radius=0.1, ascent_noise=3.0),))
+    assert set(fresh.event().events) == {
+        PoissonGaussian(0.02, (3.0,), 50),
+        PoissonGaussian(0.02, (1.0, 10.0), 50),
+    }
+    assert plain.with_noise(2.0).event() == Composed((PoissonGaussian(0.02, (2.0, 10.0), 50),))
+    assert Schedule((stream(),)).fixed_event() == Composed(())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rule": "adaptive"}, "count_noise"),
+        ({"rule": "flat", "count_noise": 1.0}, "count_noise"),
+        ({"rule": "adaptive", "count_noise": 0.0}, "count_noise"),
+        ({"rule": "adaptive", "count_noise": math.inf}, "count_noise"),
+        ({"rule": "adaptive", "count_noise": 1.0, "quantile": 1.5}, "quantile"),
+        ({"rule": "adaptive", "count_noise": 1.0, "quantile_rate": 0.0}, "quantile"),
+    ],
+)
+def test_bad_adaptive_clipping(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(PrivacyError, match=message):
+        Clipping(bound=1.0, **fields)  # type: ignore[arg-type]
+
+
+def test_queries_beside_the_gradients_are_charged(stream: Make) -> None:
+    grams = Query("grams", "gram", (20.0,) * 4)
+    schedule = Schedule((stream(),), queries=(grams, Query("score", "accuracy", (30.0,))))
+    assert schedule.event().events[1:] == (
+        PoissonGaussian(1.0, (20.0,) * 4, 1),
+        PoissonGaussian(1.0, (30.0,), 1),
+    )
+    assert schedule.with_noise(3.0).queries == schedule.queries
+    (together,) = effective(grams.event())
+    # One concatenated Gaussian: four layers of √4·σ are one of σ.
+    assert together == PoissonGaussian(1.0, (10.0,), 1)
+    with pytest.raises(PrivacyError, match="same name"):
+        dataclasses.replace(schedule, queries=(grams, grams))
+    for sigmas in ((), (0.0,), (1.0, -1.0), (math.nan,)):
+        with pytest.raises(PrivacyError, match="positive noise"):
+            Query("q", "fisher", sigmas)
+
+
+@pytest.mark.parametrize("sampling", ["shuffled", "fixed-size", "without-replacement", ""])
+def test_only_poisson_draws_have_a_claim(stream: Make, sampling: str) -> None:
+    with pytest.raises(PrivacyError, match=r"22\.8 .* claimed .* 4 .*37\.4"):
+        stream(sampling=sampling)

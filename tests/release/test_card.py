@@ -4,6 +4,7 @@ from pathlib import Path
 
 import yaml
 
+from confide.privacy.signature import fingerprint
 from confide.privacy.statement import Statement
 from confide.release.card import render
 from confide.release.format import ReleaseInfo
@@ -29,6 +30,14 @@ def test_a_model(info: ReleaseInfo, statement: Statement) -> None:
     assert "Not protected" in card
     assert "50 noisy queries" in card
     assert statement.assumptions[0] in card
+    assert "Not signed: nobody asserts that noise was added." in card
+
+
+def test_a_signed_model(info: ReleaseInfo, statement: Statement) -> None:
+    public = f"ed25519:{'ab' * 32}"
+    card = render(info, statement, public)
+    assert f"Signed by the key `{public}` (fingerprint {fingerprint(public)})" in card
+    assert "Not signed" not in card
 
 
 def test_no_claim_is_said_first(info: ReleaseInfo, statement: Statement) -> None:
@@ -45,8 +54,8 @@ def test_a_merge_says_what_disjoint_rests_on(info: ReleaseInfo, statement: State
         update={"kind": "merge", "spendings": (*statement.spendings, second), "disjoint": "declared"}
     )
     kind = info.model_copy(update={"kind": "merged"})
-    assert "declared to share no unit" in render(kind, merged)
-    assert "added up" in render(kind, merged.model_copy(update={"disjoint": None}))
+    assert "declared that no unit is in data sets of two inputs; if that is wrong" in render(kind, merged)
+    assert "so what was spent adds up" in render(kind, merged.model_copy(update={"disjoint": None}))
     assert front_matter(render(kind, merged))["base_model_relation"] == "merge"
 
 
@@ -58,7 +67,7 @@ def test_a_merge_says_what_was_merged_and_how(info: ReleaseInfo, statement: Stat
         "models": [{"tasks": "films", "kind": "release"}, {"tasks": "north", "kind": "adapter"}],
         "tensors": [{"rule": "actmat"}, {"rule": "base: no model changed it"}],
     }
-    card = render(info.model_copy(update={"kind": "merged"}), statement, report)
+    card = render(info.model_copy(update={"kind": "merged"}), statement, report=report)
     assert front_matter(card)["merge"] == {
         "operator": "actmat",
         "parameters": report["parameters"],
@@ -67,7 +76,7 @@ def test_a_merge_says_what_was_merged_and_how(info: ReleaseInfo, statement: Stat
     assert "made 1 of 2 tensors" in card
     assert "- north (adapter)" in card
     assert "# Merged model" in render(
-        info.model_copy(update={"kind": "merged", "heads": ()}), statement, report
+        info.model_copy(update={"kind": "merged", "heads": ()}), statement, report=report
     )
 
 

@@ -86,7 +86,10 @@ def test_every_key_of_our_own_files(release: Path, statement: Statement) -> None
     assert set(said["claim"]) == set(Claim.model_fields)
     assert set(said["base"]) == set(Base.model_fields)
     assert [set(spending) for spending in said["spendings"]] == [set(Spending.model_fields)]
-    assert {**said, "weights": {}} == statement.to_json()
+    assert {**said, "weights": {}, "files": {}} == statement.to_json()
+    assert {*said["weights"], *said["files"], "statement.json"} == {
+        file.relative_to(release).as_posix() for file in release.rglob("*") if file.is_file()
+    }
 
 
 def test_no_place_on_the_owners_machine_is_told(release: Path, base: Path) -> None:

@@ -18,6 +18,7 @@ from confide.release.format import ReleaseInfo
 from confide.release.write import verify, write_release
 
 Save = Callable[[Path], None]
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
 @pytest.fixture
@@ -30,7 +31,9 @@ def test_what_is_written_is_read_back(release: Path, info: ReleaseInfo, statemen
     assert format.read(release) == info
     written = statements.read(release)
     digest = hashlib.sha256((release / "model.safetensors").read_bytes()).hexdigest()
-    assert written == statement.model_copy(update={"weights": {"model.safetensors": f"sha256:{digest}"}})
+    stated = {"weights": {"model.safetensors": f"sha256:{digest}"}, "files": written.files}
+    assert written == statement.model_copy(update=stated)
+    assert set(written.files) == {"README.md", "confide.json", "config.json", *TOKENIZER}
     assert verify(release) == written
     assert not list(release.parent.glob(".*"))
 

@@ -246,15 +246,15 @@ def _print_accounts(name: str, accounts: list[Account]) -> None:
 
 
 def _print_charges(account: Account) -> None:
-    from confide.privacy.events import leaves
+    from confide.privacy.events import queries
 
     rows = []
     for charge in account.charges:
         spending = charge.spending
-        planned = sum(leaf.steps for leaf in leaves(spending.event)) if spending.event else 0
+        planned = queries(spending.event) if spending.event else 0
         ran = ", ".join(f"{name} {steps}" for name, steps in spending.steps_run.items()) or "–"
         rows.append((spending.run, charge.state, str(planned), ran, f"{spending.delta:.3g}"))
-    print_table(f"Runs on {account.dataset}", ("run", "state", "draws charged", "steps run", "δ"), rows)
+    print_table(f"Runs on {account.dataset}", ("run", "state", "queries charged", "steps run", "δ"), rows)
 
 
 def _finite(value: float | None) -> float | None:

@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from confide.cli import evaluate, export, ledger, merge, predict, privacy, run, train
+from confide.cli import evaluate, export, keys, ledger, merge, predict, privacy, run, train, verify
 from confide.errors import ConfideError
 
 _INTERRUPTED = 130
@@ -25,8 +25,10 @@ app.command("export")(export.export)
 app.command("predict")(predict.predict)
 app.command("evaluate")(evaluate.evaluate)
 app.command("run")(run.run)
+app.command("verify")(verify.verify)
 app.add_typer(privacy.app, name="privacy")
 app.add_typer(ledger.app, name="ledger")
+app.add_typer(keys.app, name="keys")
 
 
 @app.callback()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from confide.cli.keys import Key, signed, signing_key
 from confide.cli.output import print_json, print_table
 from confide.cli.progress import progress_bars
 
@@ -17,6 +18,7 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "M
 if TYPE_CHECKING:
     from confide.merging.merge import MergeReport
     from confide.merging.plan import Plan
+    from confide.privacy.statement import OwnersChecked
 
 
 def merge(
@@ -55,9 +57,17 @@ def merge(
         bool,
         typer.Option(
             "--disjoint",
-            help="I declare that nobody's data is in two of the data sets: the largest claim holds for all.",
+            help="I declare that nobody's data is in two of the models: the largest claim holds for all.",
         ),
     ] = False,
+    disjoint_checked: Annotated[
+        str | None,
+        typer.Option(help="How the owners checked that, in words for the statement; instead of --disjoint."),
+    ] = None,
+    disjoint_date: Annotated[
+        str | None, typer.Option(help="Day on which they finished checking, as 2026-11-30.")
+    ] = None,
+    key: Key = None,
     shard_size: Annotated[
         str, typer.Option(help="Largest file of weights; larger models are written in shards.")
     ] = "5GB",
@@ -83,7 +93,9 @@ def merge(
     parameters |= {
         name: value for name, value in (("density", density), ("scale", scale)) if value is not None
     }
-    plan = _plan(models, base, operator, parameters, statistics or [], heads, disjoint)
+    apart = _checked(disjoint_checked, disjoint_date) or disjoint
+    signs = None if dry_run else signing_key(key)
+    plan = _plan(models, base, operator, parameters, statistics or [], heads, apart)
     if dry_run:
         return _show(plan, shard, json)
     assert out is not None
@@ -91,6 +103,7 @@ def merge(
         report = write(
             plan,
             out,
+            key=signs,
             shard_size=shard,
             memory=limit,
             progress=lambda done, total: progress(f"Merging {len(plan.inputs)} models", done, total),
@@ -108,10 +121,8 @@ def _plan(
     parameters: dict[str, Any],
     statistics: list[Path],
     heads: list[str] | None,
-    disjoint: bool,
+    disjoint: bool | OwnersChecked,
 ) -> Plan:
-    import dataclasses
-
     from confide.errors import MergeError
     from confide.merging import recipe as recipes
     from confide.merging.plan import plan_models, plan_recipe
@@ -124,8 +135,7 @@ def _plan(
         named = base or recipe.base
         if named is None:
             raise MergeError(f"{models[0]} names no base_model; add it, or give --base")
-        recipe = dataclasses.replace(recipe, disjoint=recipe.disjoint or disjoint)
-        return plan_recipe(recipe, resolve(named), statistics)
+        return plan_recipe(recipe, resolve(named), statistics, disjoint)
     if base is None:
         raise MergeError("name the public base of the models with --base")
     return plan_models(
@@ -222,7 +232,27 @@ def _as_json(report: MergeReport, out: Path) -> dict[str, Any]:
         "facts": dict(report.facts),
         "claim": report.statement.claim.model_dump(mode="json") if report.statement.claim else None,
         "no_claim": report.statement.no_claim,
+        "signed_by": report.statement.signature.key if report.statement.signature else None,
     }
+
+
+def _checked(how: str | None, when: str | None) -> OwnersChecked | None:
+    import datetime
+
+    from confide.errors import ConfigError
+    from confide.privacy.statement import OwnersChecked
+
+    if how is None and when is None:
+        return None
+    if how is None or when is None or not how.strip():
+        raise ConfigError("--disjoint-checked needs words for how, and --disjoint-date for when: give both")
+    try:
+        day = datetime.date.fromisoformat(when)
+    except ValueError:
+        raise ConfigError(f"--disjoint-date is a day like 2026-11-30, not {when!r}") from None
+    if day > datetime.date.today() + datetime.timedelta(days=1):
+        raise ConfigError(f"--disjoint-date {when} lies in the future, so nobody checked anything then")
+    return OwnersChecked(how=how.strip(), when=day)
 
 
 def _print(report: MergeReport, out: Path) -> None:
@@ -238,7 +268,10 @@ def _print(report: MergeReport, out: Path) -> None:
     if not report.merged:
         print("No model changed the encoder: this merge is the base with each model's head.")
     print(_claim(report.statement, "Claim"))
-    print(f"Written to {out}; `confide privacy show {out}` recomputes the claim.")
+    print(signed(report.statement))
+    print(
+        f"Written to {out}; `confide verify {out}` checks everything, `confide privacy card {out}` explains."
+    )
 
 
 def _settings(parameters: Any) -> str:
@@ -263,6 +296,10 @@ def _claim(statement: Any, word: str) -> str:
 def _how(statement: Any) -> str:
     if len(statement.spendings) < 2:
         return "of the one run it rests on"
-    if statement.disjoint:
-        return "because the data sets were declared to share no unit"
-    return "composed, because nobody declared that the data sets share no unit"
+    match statement.disjoint:
+        case None:
+            return "composed, because nobody declared that the data sets share no unit"
+        case "declared":
+            return "because the data sets were declared to share no unit"
+        case _:
+            return "because the owners checked that the data sets share no unit"

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from confide.cli.keys import Key, signing_key
 from confide.cli.output import print_json
 from confide.cli.progress import progress_bars
 
@@ -21,6 +22,7 @@ def run(
             help="File or URL that tasks from own files are charged to, or none; the default one if left out."
         ),
     ] = None,
+    key: Key = None,
     json: Annotated[bool, typer.Option("--json", help="Print results.json on stdout.")] = False,
 ) -> None:
     """Train, merge and score everything that a study names, and write its report."""
@@ -33,8 +35,9 @@ def run(
     study_plan = read(plan, fast=fast)
     own = any(task.data is not None for task in study_plan.tasks)
     book = ledger_for_training(ledger) if own else None
+    signs = signing_key(key)
     with progress_bars(show=not json) as progress:
-        study = run_study(study_plan, out, progress, book)
+        study = run_study(study_plan, out, progress, book, signs)
     write_report(study, out / "report")
     if json:
         print_json(study.results())

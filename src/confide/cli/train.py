@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from confide.cli.output import print_json, print_table
+from confide.cli.keys import Key, signed, signing_key
+from confide.cli.output import print_json
+from confide.cli.plan import print_plan
 from confide.cli.progress import progress_bars
 
 if TYPE_CHECKING:
     from confide.finetune.run import FineTuned
     from confide.privacy.statement import Statement
-    from confide.privacy.streams import Schedule
-    from confide.tasks.records import TaskData
 
 _NOTE = "The score comes from test records without noise: it is for you, and no part of the release."
 
@@ -43,6 +43,9 @@ def train(
     ] = "lora",
     blocks: Annotated[int, typer.Option(help="Top blocks for lora and blocks; 0 for all.")] = 1,
     rank: Annotated[int, typer.Option(help="LoRA rank.")] = 8,
+    declared_units: Annotated[
+        int | None, typer.Option(help="n as a public constant; counted if left out, and then assumed public.")
+    ] = None,
     expected_batch: Annotated[int | None, typer.Option(help="B, mean size of a draw.")] = None,
     steps: Annotated[int | None, typer.Option(help="Noisy steps.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Of the encoder, at the first step.")] = None,
@@ -73,6 +76,7 @@ def train(
         str | None,
         typer.Option(help="File or URL that the run is charged to, or none; the default one if left out."),
     ] = None,
+    key: Key = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be spent, and stop.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
@@ -80,9 +84,11 @@ def train(
     from confide.cli.ledger import ledger_for_training
     from confide.errors import ConfigError
     from confide.files import new_folder, write_json
-    from confide.finetune.run import PublicBase, finetune, plan, prepare
+    from confide.finetune.plan import measure, trained_parameters
+    from confide.finetune.run import PublicBase, finetune, plan, prepare, public_units
     from confide.finetune.settings import Settings
     from confide.models.backbones import load_classifier
+    from confide.privacy.plan import plan as foresee
     from confide.tasks.files import read_task
 
     if out.exists():
@@ -91,6 +97,7 @@ def train(
         "method": method,
         "epsilon": epsilon,
         "delta": _number_or_rule(delta),
+        "declared_units": declared_units,
         "expected_batch": expected_batch,
         "steps": steps,
         "trainable": {"kind": trainable, "blocks": blocks, "rank": rank},
@@ -123,11 +130,14 @@ def train(
     public = PublicBase.of(base)
     if dry_run:
         classifier = load_classifier(public.folder, records.labels, settings.seed)
-        _, schedule, planned = plan(records, classifier, settings)
-        named = dict(classifier.model.named_parameters())
-        trained = sum(named[name].numel() for name in schedule.parameters)
-        _show_plan(records, schedule, planned, trained, json=json)
+        adapted, schedule, planned = plan(records, classifier, settings)
+        count = public_units(records, settings)
+        foreseen = foresee(schedule, count, planned, trained_parameters(adapted, schedule))
+        rows = records.train.units.rows_per_unit
+        cost = measure(adapted, schedule, count, settings.max_length, rows)
+        print_plan(foreseen, cost, json=json)
         return
+    signs = signing_key(key)  # before anything is spent
     claims = method != "non-private" and simulate is None
     book = ledger_for_training(ledger) if claims else None
     # The folder comes first: one that can't be written must not cost a budget.
@@ -143,14 +153,14 @@ def train(
                 progress=progress,
             )
             score = result.score()
-        statement = result.release(folder / "release")
+        statement = result.release(folder / "release", key=signs)
         result.keep_private(folder / "private")
         summary = _summary(result, statement, out, score)
         write_json(folder / "report" / "results.json", {**summary, "note": _NOTE})
     if json:
         print_json(summary)
     else:
-        _show(result, summary, score)
+        _show(result, statement, summary, score)
 
 
 def _summary(result: FineTuned, statement: Statement, out: Path, score: float) -> dict[str, Any]:
@@ -161,6 +171,7 @@ def _summary(result: FineTuned, statement: Statement, out: Path, score: float) -
         "epsilon": statement.claim.epsilon if statement.claim else None,
         "delta": statement.claim.delta if statement.claim else None,
         "no_claim": statement.no_claim,
+        "signed_by": statement.signature.key if statement.signature else None,
         "metric": result.prepared.task.metric,
         "score": score,
         "score_is_private": False,
@@ -181,7 +192,7 @@ def _number_or_rule(delta: str) -> float | str:
     return value
 
 
-def _show(result: FineTuned, summary: dict[str, Any], score: float) -> None:
+def _show(result: FineTuned, statement: Statement, summary: dict[str, Any], score: float) -> None:
     from confide.privacy.calibration import delta_warning
     from confide.privacy.words import describe
 
@@ -190,6 +201,7 @@ def _show(result: FineTuned, summary: dict[str, Any], score: float) -> None:
     claim = result.statement.claim
     if claim and (warning := delta_warning(claim.delta, result.statement.spendings[0].units)):
         print(f"Warning: {warning}.")
+    print(signed(statement))
     task = result.prepared.task
     print(
         f"{summary['metric']} on {len(task.test)} test records: {100 * score:.1f} %. "
@@ -197,36 +209,4 @@ def _show(result: FineTuned, summary: dict[str, Any], score: float) -> None:
     )
     print(
         f"Release in {summary['release']}; it loads with transformers, and `confide predict` labels new rows."
-    )
-
-
-def _show_plan(task: TaskData, schedule: Schedule, delta: float | None, trained: int, *, json: bool) -> None:
-    from confide.privacy.accountant import epsilon
-
-    (stream,) = schedule.streams
-    claim = epsilon(schedule.event(), delta, schedule.adjacency) if delta is not None else None
-    noise = stream.noise_multiplier * trained**0.5 / stream.denominator
-    plan = {
-        "units": task.train.units.count,
-        "unit": schedule.unit,
-        "epsilon": claim.epsilon if claim else None,
-        "delta": delta,
-        "noise_multiplier": stream.noise_multiplier,
-        "sampling_rate": stream.sampling_rate,
-        "expected_batch": stream.denominator,
-        "steps": stream.steps,
-        "trained_parameters": trained,
-        "noise_to_signal": noise,
-    }
-    if json:
-        print_json(plan)
-        return
-    rows = [
-        (key.replace("_", " "), f"{value:.6g}" if isinstance(value, float) else str(value))
-        for key, value in plan.items()
-    ]
-    print_table("What would be spent (nothing has been)", ("setting", "value"), rows)
-    print(
-        f"The noise on one update is {noise:.3g} times as long as the longest mean gradient that "
-        "clipping allows. Fewer trained parameters, larger batches and more records make it smaller."
     )

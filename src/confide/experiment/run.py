@@ -37,6 +37,8 @@ from confide.tasks.overlap import check_disjoint
 from confide.tasks.records import TaskData
 
 if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
     from confide.privacy.ledger import Ledger
 
 _PRIVATE = """\
@@ -55,7 +57,13 @@ class _Seen:
     first_blocks: dict[str, int] = field(default_factory=dict)
 
 
-def run(plan: Plan, out: Path, progress: Progress, ledger: Ledger | None = None) -> Study:
+def run(
+    plan: Plan,
+    out: Path,
+    progress: Progress,
+    ledger: Ledger | None = None,
+    key: Ed25519PrivateKey | None = None,
+) -> Study:
     """Run a study; releases land in `out`/models and `out`/merged.
 
     Args:
@@ -64,6 +72,7 @@ def run(plan: Plan, out: Path, progress: Progress, ledger: Ledger | None = None)
         progress: called with (what, done, total).
         ledger: charged for every private run on a task from somebody's own file, under the task's name; the
             registered tasks are public corpora and are not charged.
+        key: signs every statement.
 
     Raises:
         ConfigError: `out` holds a study already.
@@ -94,7 +103,7 @@ def run(plan: Plan, out: Path, progress: Progress, ledger: Ledger | None = None)
             book = ledger if plan.tasks[number].data is not None else None
             trained = finetune(prepared[task.name], base, settings, ledger=book, progress=progress)
             seconds = time.monotonic() - before
-            trained.release(model_folder(out, method, seed, task.name))
+            trained.release(model_folder(out, method, seed, task.name), key=key)
             drifted = folder_drift(base.folder, model_folder(out, method, seed, task.name))
             _note(seen, trained, method, drifted, seconds)
         prepared[task.name].forget("train")
@@ -106,7 +115,7 @@ def run(plan: Plan, out: Path, progress: Progress, ledger: Ledger | None = None)
     merges = [(m, s, operator) for m, s in runs if m != PRETRAINED for operator in plan.merges]
     for count, (method, seed, operator) in enumerate(merges):
         progress("merges scored", count, len(merges))
-        rows.append(_merge_and_score(plan, out, base, prepared, seen, method, seed, operator))
+        rows.append(_merge_and_score(plan, out, base, prepared, seen, method, seed, operator, key))
     progress("merges scored", len(merges), len(merges))
     return Study(
         title=plan.title,
@@ -190,6 +199,7 @@ def _merge_and_score(
     method: str,
     seed: int,
     operator: MergePlan,
+    key: Ed25519PrivateKey | None,
 ) -> Row:
     folder = out / "merged" / f"{method}-{operator.operator}-seed-{seed}"
     report = merge(
@@ -199,6 +209,7 @@ def _merge_and_score(
         parameters=operator.parameters,
         out=folder,
         disjoint=plan.disjoint is not None,
+        key=key,
     )
     scores = {name: _score_merged(folder, task, seen.first_blocks[method]) for name, task in prepared.items()}
     return _row(method, operator.operator, seed, scores, report.statement.claim)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from confide.errors import ModelError
+from confide.errors import ModelError, PrivacyError
 from confide.finetune.binding import Binding
 from confide.gradients.engine import Engine
 from confide.gradients.keys import Keys
@@ -64,7 +64,14 @@ def train(
 
     Raises:
         ModelError: a parameter of the schedule is not bound, or can't be clipped exactly.
+        PrivacyError: a stream clips adaptively.
     """
+    for stream in schedule.streams:
+        if stream.clipping.rule == "adaptive":
+            raise PrivacyError(
+                f"stream {stream.name!r} clips adaptively, which can be priced, but not trained yet; clip by "
+                "`flat` or `normalised`"
+            )
     unbound = [name for name in schedule.parameters if name not in binding.parameters]
     if unbound:
         raise ModelError(f"the schedule trains {unbound[0]}, which the model does not have")

@@ -42,9 +42,11 @@ from confide.release.write import check_task_name, write_release
 from confide.tasks.records import TaskData
 
 if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
     from confide.privacy.ledger import Ledger
 
-_STEP_TOKENS = 8192
+STEP_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -93,10 +95,17 @@ class FineTuned:
         """Score on the test records. Not noised: for reports, never for a release."""
         return score_test(self.prepared, self.adapted.classifier, self.adapted.first_block)
 
-    def release(self, out: Path, *, overwrite: bool = False) -> Statement:
-        """Write the release folder; nothing appears unless all of it does."""
+    def release(
+        self, out: Path, *, key: Ed25519PrivateKey | None = None, overwrite: bool = False
+    ) -> Statement:
+        """Write the release folder; nothing appears unless all of it does. `key` signs the statement."""
         return write_release(
-            out, save=self._save, info=self.info(), statement=self.statement, overwrite=overwrite
+            out,
+            save=self._save,
+            info=self.info(),
+            statement=self.statement,
+            key=key,
+            overwrite=overwrite,
         )
 
     def keep_private(self, folder: Path) -> None:
@@ -145,20 +154,26 @@ def prepare(task: TaskData, base: PublicBase, max_length: int) -> Prepared:
     return Prepared(task, classifier.tokenizer, max_length)
 
 
+def public_units(task: TaskData, settings: Settings) -> int:
+    """n, the public constant that q, δ and the default batch follow from: declared, or else counted."""
+    return settings.declared_units or task.train.units.count
+
+
 def plan(
     task: TaskData, classifier: Classifier, settings: Settings
 ) -> tuple[Adapted, Schedule, float | None]:
     """What would be trained and charged: the adapted model, the calibrated schedule, and δ.
 
-    Nothing is drawn and no record is looked at; only n is.
+    Nothing is drawn and no record is looked at; only n is, where it isn't declared.
     """
     check_task_name(task.name)
     adapted = adapt(classifier, settings.trainable, settings.seed)
     units = task.train.units
-    schedule = methods.schedule(settings, adapted, units.count, units.name)
+    count = public_units(task, settings)
+    schedule = methods.schedule(settings, adapted, count, units.name)
     if not schedule.private or settings.epsilon is None:
         return adapted, schedule, None
-    delta = resolve_delta(settings.delta, units.count)
+    delta = resolve_delta(settings.delta, count)
     return adapted, calibrate(schedule, Budget(settings.epsilon, delta)), delta
 
 
@@ -202,7 +217,7 @@ def finetune(
         schedule,
         delta=delta,
         dataset=dataset,
-        units=units.count,
+        units=public_units(task, settings),
         run=run,
         steps_run={},
         simulated=keys.simulated,
@@ -218,7 +233,7 @@ def finetune(
             forward=forward,
             parameters={name: named[name] for name in schedule.parameters},
             batch=inputs.batch,
-            micro_batches=micro_batches(inputs, _STEP_TOKENS),
+            micro_batches=micro_batches(inputs, STEP_TOKENS),
             labels=labels_of(task),
             units=units,
             anchor_gradient=Anchor(adapted).gradient,
@@ -235,7 +250,7 @@ def finetune(
         schedule=schedule,
         delta=delta,
         dataset=dataset,
-        units=units.count,
+        units=public_units(task, settings),
         run=run,
         base=base.identity,
         steps_run=history.steps_run,

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from confide.errors import ConfigError
 from confide.models.adapters import Trainable
+from confide.privacy.events import NOT_POISSON
 
 Method = Literal["non-private", "dp-adamw", "dp-merging"]
 AscentChoice = Literal["none", "paired", "fresh", "lagged"]
@@ -23,6 +24,9 @@ class Settings(BaseModel):
             and an anchor to the base, so that the release merges well).
         epsilon: ε of the release; unused by `non-private`.
         delta: δ, or a rule for it: `auto` is min(1e-6, 1/(10n)).
+        declared_units: n as a public constant: sampling rate, δ and the default batch follow from it, so that
+            they don't move when one record is added or removed. None counts the training units, and the
+            count is then assumed to be public.
         expected_batch: B, the mean size of a Poisson draw and the denominator; q = B/n. None takes 1024, or
             n/4 where that is less.
         steps: number of noisy steps; all are charged.
@@ -47,6 +51,7 @@ class Settings(BaseModel):
     method: Method = "dp-merging"
     epsilon: float | None = Field(default=4.0, gt=0)
     delta: Annotated[float, Field(gt=0, lt=1)] | Literal["auto", "1/n", "n^-1.1"] = "auto"
+    declared_units: int | None = Field(default=None, gt=0)
     expected_batch: int | None = Field(default=None, gt=0)
     steps: int = Field(default=40, gt=0)
     trainable: Trainable = Trainable()
@@ -88,6 +93,8 @@ class Settings(BaseModel):
                 known, path = list(cls.model_fields), path[:1]  # what follows names an alternative type
             key = ".".join(path)
             if first["type"] == "extra_forbidden":
+                if path[-1] in ("sampling", "sampler", "shuffle"):
+                    raise ConfigError(f"unknown key {key}: {NOT_POISSON}") from None
                 near = get_close_matches(path[-1], known, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise ConfigError(f"unknown key {key}{hint}") from None

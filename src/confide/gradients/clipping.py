@@ -30,7 +30,7 @@ def clip_factors(squares: Tensor, slack: Tensor, clipping: Clipping, dtype: torc
     # Scaling rounds once per value, and the factor itself once more.
     shrink = 1 - 4 * torch.finfo(dtype).eps
     match clipping.rule:
-        case "flat":
+        case "flat" | "adaptive":
             factor = torch.where(norm <= clipping.bound, 1.0, clipping.bound / norm * shrink)
         case "normalised":
             factor = (clipping.bound / (norm + clipping.stability) * shrink).clamp(max=_LARGEST)

@@ -20,7 +20,7 @@ from confide.merging.lora import Adapter, is_adapter
 from confide.merging.vectors import CHUNK, Encoder
 from confide.privacy import statement as statements
 from confide.privacy.composition import check
-from confide.privacy.statement import Base, Statement
+from confide.privacy.statement import Base, Said, Statement
 from confide.release import format
 from confide.release.format import Head, ReleaseInfo
 from confide.release.hashes import encoder_hash, tensors_hash
@@ -66,6 +66,7 @@ class Input:
         name: what the report calls it where it has no head.
         prefix: what its whole model puts before the body's names.
         statement: its claim; None if it came without one, so that nothing can be claimed for the merge.
+        said: the statement as it was written and signed.
         weights: of the body, under the base's names.
         heads: each with the tensors that it consists of.
     """
@@ -75,6 +76,7 @@ class Input:
     name: str
     prefix: str
     statement: Statement | None
+    said: Said | None
     weights: Encoder | Adapter
     heads: tuple[tuple[Head, Encoder], ...]
 
@@ -232,6 +234,7 @@ def _read_release(path: Path, task: str | None) -> Input:
         path.resolve().name,
         info.encoder_prefix,
         statement,
+        statements.load(path) if statement else None,
         Encoder(str(path), checkpoint, stored),
         _release_heads(path, info, checkpoint, task),
     )
@@ -268,6 +271,7 @@ def _read_plain(path: Path, task: str | None, public: PublicBase, heads: Sequenc
             name,
             adapter.prefix,
             None,
+            None,
             adapter,
             _plain_heads(path, name, adapter.checkpoint, adapter.heads),
         )
@@ -287,7 +291,9 @@ def _read_plain(path: Path, task: str | None, public: PublicBase, heads: Sequenc
         weights, prefix = Encoder(str(path), checkpoint, inner), more
     whole = PREFIXES.get(family, prefix) if heads is None else prefix
     stored = {head: head for head in sorted(own)}
-    return Input(path, "folder", name, whole, None, weights, _plain_heads(path, name, checkpoint, stored))
+    return Input(
+        path, "folder", name, whole, None, None, weights, _plain_heads(path, name, checkpoint, stored)
+    )
 
 
 def _plain_heads(

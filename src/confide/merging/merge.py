@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,11 +19,14 @@ from confide.merging.plan import Plan, plan_models
 from confide.merging.recipe import DTYPES
 from confide.merging.stream import TensorLine, merge_tensor
 from confide.merging.vectors import CHUNK, Encoder
-from confide.privacy.statement import Base, Statement
+from confide.privacy.statement import Base, OwnersChecked, Statement
 from confide.release import format
 from confide.release.format import ReleaseInfo
 from confide.release.tensors import SHARD_SIZE, Values, write_shards, write_tensors
 from confide.release.write import MERGE_REPORT, TOKENIZER_FILES, write_release
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,8 @@ def merge(
     out: Path,
     parameters: Mapping[str, Any] | None = None,
     statistics: Sequence[Path] = (),
-    disjoint: bool = False,
+    disjoint: bool | OwnersChecked = False,
+    key: Ed25519PrivateKey | None = None,
     overwrite: bool = False,
     shard_size: int = SHARD_SIZE,
     progress: Callable[[int, int], None] | None = None,
@@ -82,8 +86,9 @@ def merge(
         parameters: the operator's; defaults are its paper's.
         statistics: a file for each model, in any order, where the operator needs them
             (`merging.statistics`).
-        disjoint: the caller declares that no unit is in two of the data sets, so the merge costs the
-            largest claim; otherwise what was spent on each is added up.
+        disjoint: the caller declares that no unit is in data sets of two inputs, or how their owners checked
+            it, so the merge costs the largest claim; otherwise what was spent on each is added up.
+        key: signs the merge's statement; the inputs' own signatures are carried as they are.
         overwrite: swap out a release that is there.
         shard_size: largest file of weights in bytes.
         progress: called with the number of tensors written, and of all.
@@ -93,8 +98,8 @@ def merge(
             heads for one task; statistics that are missing or of another model; a value that isn't finite.
         ModelError, ReleaseError: an input can't be read, or isn't what its statement says; `out` exists, or
             can't be written.
-        PrivacyError: a statement is altered, or claims less than its events cost; statistics that no claim
-            covers.
+        PrivacyError: a statement is altered, claims less than its events cost, or is wrongly signed;
+            statistics that no claim covers.
     """
     _check_free(Path(out), overwrite)
     plan = plan_models(
@@ -105,13 +110,14 @@ def merge(
         statistics=statistics,
         disjoint=disjoint,
     )
-    return write(plan, out, overwrite=overwrite, shard_size=shard_size, progress=progress)
+    return write(plan, out, key=key, overwrite=overwrite, shard_size=shard_size, progress=progress)
 
 
 def write(
     plan: Plan,
     out: Path,
     *,
+    key: Ed25519PrivateKey | None = None,
     overwrite: bool = False,
     shard_size: int = SHARD_SIZE,
     memory: int | None = None,
@@ -140,7 +146,7 @@ def write(
         files.write_json(folder / MERGE_REPORT, _report(plan, rule, lines))
 
     written = write_release(
-        Path(out), save=save, info=plan.info, statement=plan.statement, overwrite=overwrite
+        Path(out), save=save, info=plan.info, statement=plan.statement, key=key, overwrite=overwrite
     )
     return MergeReport(
         operator=plan.operator.name,

@@ -18,7 +18,7 @@ from confide.merging.statistics import StatisticsFile, match_statistics
 from confide.merging.stream import reason
 from confide.merging.vectors import CHUNK, Encoder, TaskVectors
 from confide.privacy.composition import compose
-from confide.privacy.statement import Base, Statement
+from confide.privacy.statement import Base, OwnersChecked, Statement
 from confide.release.format import ReleaseInfo
 from confide.release.hashes import tensors_hash
 from confide.release.tensors import FLOATS, STORAGE
@@ -122,7 +122,7 @@ def plan_models(
     statistics: Sequence[Path] = (),
     heads: Sequence[str] | None = None,
     dtype: str | None = None,
-    disjoint: bool = False,
+    disjoint: bool | OwnersChecked = False,
 ) -> Plan:
     """The merge of some folders by one operator with the same settings everywhere (`merge.merge`)."""
     chosen = find(operator)
@@ -133,13 +133,19 @@ def plan_models(
     return plan_inputs(chosen, groups, public, inputs, vectors, statistics, dtype, heads, disjoint)
 
 
-def plan_recipe(recipe: Recipe, base: Path, statistics: Sequence[Path] = ()) -> Plan:
+def plan_recipe(
+    recipe: Recipe,
+    base: Path,
+    statistics: Sequence[Path] = (),
+    disjoint: bool | OwnersChecked = False,
+) -> Plan:
     """The merge that a recipe describes.
 
     Args:
         recipe: from `recipe.read`.
         base: folder of its base, resolved.
         statistics: files besides those that the recipe names.
+        disjoint: what the caller declares beside the recipe (`merge.merge`).
 
     Raises:
         MergeError: as `merge.merge`; what is wrong in the recipe is named with its line and key.
@@ -159,7 +165,15 @@ def plan_recipe(recipe: Recipe, base: Path, statistics: Sequence[Path] = ()) -> 
     operator, groups = groups_of(recipe, vectors.names, prefix)
     files = [*statistics, *_statistics_of(recipe, own.models)]
     return plan_inputs(
-        operator, groups, public, inputs, vectors, files, recipe.dtype, recipe.heads, recipe.disjoint
+        operator,
+        groups,
+        public,
+        inputs,
+        vectors,
+        files,
+        recipe.dtype,
+        recipe.heads,
+        disjoint or recipe.disjoint,
     )
 
 
@@ -180,7 +194,7 @@ def plan_inputs(
     statistics: Sequence[Path],
     dtype: str | None,
     heads: Sequence[str] | None,
-    disjoint: bool,
+    disjoint: bool | OwnersChecked,
 ) -> Plan:
     """A plan from inputs that are open already; arguments are the plan's own attributes."""
     base = identity(inputs, public)
@@ -190,7 +204,10 @@ def plan_inputs(
         heads=tuple(head for item in inputs for head, _ in item.heads),
     )
     composed = compose(
-        [statement_of(item, base) for item in inputs], disjoint=disjoint, base=base, weights={}
+        [statement_of(item, base) for item in inputs],
+        disjoint=disjoint,
+        base=base,
+        said=[item.said for item in inputs if item.said is not None],
     )
     return Plan(
         operator=operator,

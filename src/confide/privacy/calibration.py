@@ -8,7 +8,7 @@ from collections.abc import Callable
 from confide.errors import PrivacyError
 from confide.privacy.accountant import epsilon
 from confide.privacy.distinguisher import epsilon_lower
-from confide.privacy.events import Composed, PoissonGaussian, effective
+from confide.privacy.events import Composed, Mechanism, PoissonGaussian, effective
 from confide.privacy.streams import Adjacency, Budget, Schedule
 
 TOLERANCE = 1e-4
@@ -19,19 +19,40 @@ _MOST_EVALUATIONS = 60
 def calibrate(schedule: Schedule, budget: Budget) -> Schedule:
     """The schedule with the smallest noise that fits the budget.
 
-    All noise multipliers are scaled by one factor, so their ratios (an ascent with more noise, a stream with
-    less) are kept. The answer is at most 1e-4 (relative) above the smallest sufficient noise, and its own ε
-    by `accountant.epsilon` is at most the budget's.
+    The noise multipliers of all gradients are scaled by one factor, so their ratios (an ascent with more
+    noise, a stream with less) are kept; queries with fixed noise are paid first. The answer is at most 1e-4
+    (relative) above the smallest sufficient noise, and its own ε by `accountant.epsilon` is at most the
+    budget's.
 
     Raises:
         PrivacyError: a stream without noise, or a budget that no noise can meet.
+    """
+    check_fixed_part(schedule, budget)
+    factor = smallest_factor(lambda f: schedule.with_noise(f).event(), budget, schedule.adjacency)
+    return schedule.with_noise(factor)
+
+
+def check_fixed_part(schedule: Schedule, budget: Budget) -> None:
+    """Whether noise can be found at all.
+
+    Raises:
+        PrivacyError: a stream without noise, or queries with fixed noise that spend the whole budget.
     """
     if not schedule.private:
         raise PrivacyError(
             "a stream has noise multiplier 0, which no factor can raise; give it a positive one"
         )
-    factor = _smallest_factor(lambda f: schedule.with_noise(f).event(), budget, schedule.adjacency)
-    return schedule.with_noise(factor)
+    fixed = schedule.fixed_event()
+    if not fixed.events:
+        return
+    spent = epsilon(fixed, budget.delta, schedule.adjacency).epsilon
+    if spent >= budget.epsilon:
+        names = [query.name for query in schedule.queries]
+        names += [f"the clipping count of {s.name}" for s in schedule.streams if s.clipping.count_noise]
+        raise PrivacyError(
+            f"queries with fixed noise ({', '.join(names)}) alone cost epsilon = {spent:.4g}, which leaves "
+            f"nothing of {budget.epsilon:g} for the gradients; give them more noise, or leave them out"
+        )
 
 
 def noise_multiplier(
@@ -49,7 +70,7 @@ def noise_multiplier(
     """
     if queries < 1 or steps < 1:
         raise PrivacyError(f"steps and queries must be at least 1, not {steps} and {queries}")
-    return _smallest_factor(
+    return smallest_factor(
         lambda sigma: PoissonGaussian(sampling_rate, (sigma,) * queries, steps), budget, adjacency
     )
 
@@ -91,11 +112,18 @@ def delta_warning(delta: float, units: int) -> str | None:
     )
 
 
-def _smallest_factor(
+def smallest_factor(
     event: Callable[[float], PoissonGaussian | Composed], budget: Budget, adjacency: Adjacency
 ) -> float:
-    """The smallest factor, within `TOLERANCE`, whose event costs at most the budget."""
-    least_sigma = min(group.noise_multipliers[0] for group in effective(event(1.0)))
+    """The smallest factor, within `TOLERANCE`, whose event costs at most the budget.
+
+    Args:
+        event: factor → Gaussian event; its noise grows with the factor.
+
+    Raises:
+        PrivacyError: a budget that no factor meets.
+    """
+    least_sigma = min(_sigmas(event(1.0)))
 
     def certainly(factor: float, interval: float) -> float:
         return epsilon_lower(event(factor), budget.delta, adjacency, interval)
@@ -140,6 +168,10 @@ def _smallest_factor(
         f"no noise meets epsilon = {budget.epsilon:g} at delta = {budget.delta:g}; allow a larger epsilon or "
         "delta, run fewer steps, or lower the sampling rate (a smaller batch, or more records)"
     )
+
+
+def _sigmas(event: Mechanism | Composed) -> list[float]:
+    return [part.noise_multipliers[0] for part in effective(event) if isinstance(part, PoissonGaussian)]
 
 
 def _slope(x0: float, y0: float, x1: float, y1: float) -> float | None:

@@ -8,10 +8,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from confide.errors import PrivacyError
 
+SCHEMA = "confide.ledger/1"
 GENESIS = "0" * 64
 """What the first entry follows, and the head of an empty chain."""
 
@@ -94,6 +96,31 @@ def check(entries: Sequence[Entry], known_head: str | None = None) -> None:
             f"the head {known_head} is not in the ledger: entries were cut off or rewritten since it was "
             "noted, or it belongs to another ledger"
         )
+
+
+def read_export(file: Path) -> tuple[Entry, ...]:
+    """The entries of a file that `confide ledger export` wrote, with every hash checked.
+
+    Raises:
+        PrivacyError: the file is truncated, altered, or of a newer schema.
+    """
+    try:
+        exported = json.loads(file.read_text(encoding="utf-8"))
+        schema, known_head, listed = exported["schema"], exported["head"], exported["entries"]
+        if schema != SCHEMA:
+            raise PrivacyError(f"{file} is of schema {schema!r}, and this confide reads {SCHEMA!r}")
+        entries = tuple(
+            Entry(int(line["position"]), str(line["dataset"]), canonical(line["content"]), str(line["hash"]))
+            for line in listed
+        )
+    except OSError as error:
+        raise PrivacyError(f"can't read {file}: {error.strerror or error}") from None
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise PrivacyError(f"{file} is no export of a ledger, or is truncated; export it again") from None
+    check(entries, known_head)
+    if head(entries) != known_head:
+        raise PrivacyError(f"{file} was altered: its head isn't its last entry")
+    return entries
 
 
 def _hash(position: int, previous: str, dataset: str, content: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import secrets
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -12,9 +11,20 @@ from confide.errors import PrivacyError
 from confide.privacy import words
 from confide.privacy.accountant import epsilon
 from confide.privacy.calibration import delta_warning
+from confide.privacy.disjointness import Pairs, apart, groups
+from confide.privacy.disjointness import canonical as canonical
 from confide.privacy.events import Composed, leaves
-from confide.privacy.statement import Base, Claim, LedgerEntry, Spending, Statement
-from confide.privacy.streams import Adjacency, Schedule
+from confide.privacy.statement import (
+    Base,
+    Claim,
+    LedgerEntry,
+    OwnersChecked,
+    Said,
+    Spending,
+    Statement,
+)
+from confide.privacy.statement import common_adjacency as common_adjacency
+from confide.privacy.streams import Schedule
 
 _TOLERANCE = 1e-6  # relative; what another machine's floating point may change
 
@@ -110,7 +120,7 @@ def training_statement(
         steps_run=steps_run,
         simulated=simulated,
     )
-    claim, no_claim = _claim((spending,), disjoint=False)
+    claim, no_claim = _claim((spending,))
     sentences = words.assumptions(
         dataset=dataset,
         units=units,
@@ -134,55 +144,51 @@ def training_statement(
 def compose(
     statements: Sequence[Statement | None],
     *,
-    disjoint: bool,
+    disjoint: bool | OwnersChecked,
     base: Base,
     weights: Mapping[str, str] | None = None,
+    said: Sequence[Said] | None = None,
 ) -> Statement:
     """What a function of several releases claims: a merge, or a merge of merges.
 
-    Spendings are united, and a run that several inputs depend on counts once. All data sets compose, unless
-    they are declared disjoint: then a unit is in one of them (under replace-one it may leave one and join
-    another, so any two compose), and the claim is that of the costliest. Runs on one data set always
-    compose. δ is the largest of the inputs'. The base and the arithmetic of merging are public.
+    Spendings are united, and a run that several inputs depend on counts once. All data sets compose, except
+    those that are declared to share no unit, here or in an input (`disjointness`): the claim is that of the
+    costliest set of data sets that one unit may be in. Runs on one data set always compose. δ is the largest
+    of the inputs'. The base and the arithmetic of merging are public.
 
     Args:
         statements: of the inputs; None for an input without one.
-        disjoint: whether the owners declare that no unit is in two data sets.
+        disjoint: whether no unit is in data sets of two inputs: declared, or how the owners checked it.
         base: the common base; that all inputs have it is the merge's business.
         weights: SHA-256 by path; writing the release fills them in.
+        said: the statements that there are, as they were written, so that their signatures stay valid;
+            None for statements that were made here.
 
     Raises:
         PrivacyError: two inputs disagree about what one run spent.
     """
     if not statements:
         raise PrivacyError("nothing to compose")
-    united: dict[tuple[str, str], Spending] = {}
-    sentences: dict[str, None] = {}
-    reasons: list[str] = []
-    for position, statement in enumerate(statements, start=1):
-        if statement is None:
-            reasons.append(f"input {position} carries no statement")
-            continue
-        for spending in statement.spendings:
-            key = (spending.run, spending.dataset)
-            if united.setdefault(key, spending) != spending:
-                raise PrivacyError(
-                    f"two inputs state different spendings for run {spending.run} on {spending.dataset}; one "
-                    "of them was altered"
-                )
-        sentences.update(dict.fromkeys(statement.assumptions))
-        if statement.claim is None:
-            reasons.append(statement.no_claim or f"input {position} makes no claim")
-    spendings = tuple(united.values())
+    reasons = [
+        f"input {position} carries no statement"
+        if statement is None
+        else statement.no_claim or f"input {position} makes no claim"
+        for position, statement in enumerate(statements, start=1)
+        if statement is None or statement.claim is None
+    ]
+    known = [statement for statement in statements if statement is not None]
+    spendings = _united(known)
     claim, no_claim = None, "; ".join(dict.fromkeys(reasons)) or None
     if no_claim is None:
-        claim, no_claim = _claim(spendings, disjoint=disjoint)
-    datasets = tuple(dict.fromkeys(spending.dataset for spending in spendings))
+        claim, no_claim = _claim(spendings, apart(known, disjoint=bool(disjoint)))
+    sentences = dict.fromkeys(line for statement in known for line in statement.assumptions)
     if claim:
         warnings = {s.dataset: delta_warning(claim.delta, s.units) for s in spendings}
         sentences.update({f"{name}: {warning}.": None for name, warning in warnings.items() if warning})
-    if disjoint and len(datasets) > 1:
-        sentences[words.disjointness(datasets)] = None
+    if disjoint and len({spending.dataset for spending in spendings}) > 1:
+        owners = [tuple(dict.fromkeys(s.dataset for s in part.spendings)) for part in known]
+        checked = disjoint if isinstance(disjoint, OwnersChecked) else None
+        sentences[words.disjointness(owners, checked)] = None
     return Statement(
         kind="merge",
         confide=version("confide"),
@@ -191,48 +197,106 @@ def compose(
         base=base,
         weights=dict(weights or {}),
         spendings=spendings,
-        disjoint="declared" if disjoint else None,
+        disjoint=disjoint if isinstance(disjoint, OwnersChecked) else "declared" if disjoint else None,
         assumptions=tuple(sentences) if claim else (),
+        inputs=tuple(said) if said is not None else tuple(statement.to_json() for statement in known),
     )
 
 
 def recompute(statement: Statement) -> Claim | None:
     """The claim that the statement's events give at its δ; None where they give none."""
-    delta = statement.claim.delta if statement.claim else None
-    return _claim(statement.spendings, disjoint=statement.disjoint is not None, delta=delta)[0]
+    return _honest(statement)[0]
 
 
 def check(statement: Statement) -> None:
-    """Recompute the claim from the events, and the events from the schedules.
+    """Recompute the claim from the events, the events from the schedules, and a merge from its inputs.
 
     Raises:
         PrivacyError: the printed claim is smaller than the recomputed one, an event isn't what its schedule
-            spends, or a run that claims nothing is covered by a claim.
+            spends, a run that claims nothing is covered by a claim, or a merge says less than its inputs.
     """
-    if statement.kind == "training" and len(statement.spendings) != 1:
-        raise PrivacyError(f"a training statement holds one spending, not {len(statement.spendings)}")
     keys = [(spending.run, spending.dataset) for spending in statement.spendings]
     if len(set(keys)) != len(keys):
         raise PrivacyError("the statement lists a run twice")
     for spending in statement.spendings:
         check_spending(spending)
+    if statement.kind == "merge":
+        _check_inputs(statement)
+    elif len(statement.spendings) != 1 or statement.inputs or statement.disjoint:
+        raise PrivacyError(
+            f"a training statement holds one spending, not {len(statement.spendings)}, and no inputs of a "
+            "merge"
+        )
     claim = statement.claim
     if claim is None:
         if not statement.no_claim:
             raise PrivacyError("the statement makes no claim and doesn't say why")
         return
-    honest, reason = _claim(statement.spendings, disjoint=statement.disjoint is not None, delta=claim.delta)
+    honest, reason = _honest(statement)
     if honest is None:
         raise PrivacyError(f"the statement claims epsilon = {claim.epsilon:.6g}, but {reason}")
     for name, printed, real in (
         ("epsilon", claim.epsilon, honest.epsilon),
         ("epsilon by RDP", claim.epsilon_rdp, honest.epsilon_rdp),
     ):
+        if printed is None:
+            continue
+        if real is None:
+            raise PrivacyError(
+                f"the claim doesn't hold: it says {name} = {printed:.6g}, but nothing gives it"
+            )
         if printed < real * (1 - _TOLERANCE):
             raise PrivacyError(
                 f"the claim doesn't hold: it says {name} = {printed:.6g}, but its events cost {real:.6g} at "
                 f"delta = {claim.delta:.3g} ({honest.accountant})"
             )
+    if claim.epsilon_lower is not None and claim.epsilon_lower > honest.epsilon * (1 + _TOLERANCE):
+        raise PrivacyError(
+            f"the claim doesn't hold: it says epsilon is certainly above {claim.epsilon_lower:.6g}, but its "
+            f"events cost at most {honest.epsilon:.6g}"
+        )
+
+
+def _check_inputs(statement: Statement) -> None:
+    """Whether a merge says of its inputs what they say themselves.
+
+    Raises:
+        PrivacyError: it doesn't, or an input's own statement doesn't hold.
+    """
+    if statement.claim and not statement.inputs:
+        raise PrivacyError(
+            "the merge claims something, but doesn't carry its inputs' statements; merge them again"
+        )
+    inputs = statement.merged
+    for position, part in enumerate(inputs, start=1):
+        try:
+            check(part)
+        except PrivacyError as error:
+            raise PrivacyError(f"input {position}: {error}") from None
+        if statement.claim and part.claim is None:
+            raise PrivacyError(f"the merge claims something, but its input {position} claims nothing")
+        if part.base.hash != statement.base.hash:
+            raise PrivacyError(f"input {position} is of another base than the merge")
+        if statement.claim and set(part.assumptions) - set(statement.assumptions):
+            raise PrivacyError(f"the merge leaves out an assumption of its input {position}")
+    if statement.inputs and _by_key(_united(inputs)) != _by_key(statement.spendings):
+        raise PrivacyError("the merge's spendings aren't those of its inputs; one of them was altered")
+
+
+def _united(statements: Sequence[Statement]) -> tuple[Spending, ...]:
+    united: dict[tuple[str, str], Spending] = {}
+    for statement in statements:
+        for key, spending in _by_key(statement.spendings).items():
+            if united.setdefault(key, spending) != spending:
+                raise PrivacyError(
+                    f"two inputs state different spendings for run {spending.run} on {spending.dataset}; one "
+                    "of them was altered"
+                )
+    return tuple(united.values())
+
+
+def _by_key(spendings: Sequence[Spending]) -> dict[tuple[str, str], Spending]:
+    return {(spending.run, spending.dataset): spending for spending in spendings}
 
 
 def per_dataset(statement: Statement) -> dict[str, Claim]:
@@ -249,48 +313,55 @@ def per_dataset(statement: Statement) -> dict[str, Claim]:
 def worst_case(statement: Statement) -> Claim | None:
     """The claim if the data sets did share units, whatever was declared; None where there is none."""
     delta = statement.claim.delta if statement.claim else None
-    return _claim(statement.spendings, disjoint=False, delta=delta)[0] if delta else None
+    return _claim(statement.spendings, delta=delta)[0] if delta else None
+
+
+def _honest(statement: Statement) -> tuple[Claim | None, str | None]:
+    delta = statement.claim.delta if statement.claim else None
+    pairs = apart(statement.merged, disjoint=statement.disjoint is not None)
+    return _claim(statement.spendings, pairs, delta)
 
 
 def _claim(
-    spendings: Sequence[Spending], *, disjoint: bool, delta: float | None = None
+    spendings: Sequence[Spending], pairs: Pairs = frozenset(), delta: float | None = None
 ) -> tuple[Claim | None, str | None]:
-    """The claim of everything together, or None and why."""
+    """The claim of everything together, or None and why.
+
+    Args:
+        spendings: what was spent.
+        pairs: data sets that share no unit.
+        delta: at which ε is wanted; the largest of the runs' if None.
+    """
     if not spendings:
         return None, "nothing states what was spent"
     for spending in spendings:
         if spending.event is None:
             reason = spending.no_claim or "no reason is given"
             return None, f"run {spending.run} on {spending.dataset} claims nothing: {reason}"
-    units = {spending.unit for spending in spendings}
-    if len(units) > 1 and not disjoint:
-        listed = ", ".join(f"{spending.dataset}: {spending.unit}" for spending in spendings)
-        return None, f"the data sets protect different units ({listed}), which have no common claim"
-    for dataset in {canonical(spending.dataset) for spending in spendings}:
-        named = {spending.unit for spending in spendings if canonical(spending.dataset) == dataset}
-        if len(named) > 1:
-            return None, f"runs on {dataset} protect different units ({', '.join(sorted(named))})"
+    adjacency = common_adjacency(spendings)
+    events = {canonical(name): event for name, event in _by_dataset(spendings).items()}
+    for group in groups(events, pairs, "add-or-remove-one"):
+        units = {s.unit: s.dataset for s in spendings if canonical(s.dataset) in group}
+        if len(units) > 1:
+            listed = ", ".join(f"{dataset}: {unit}" for unit, dataset in units.items())
+            return None, f"the data sets protect different units ({listed}), which have no common claim"
     if delta is None:
         stated = [spending.delta for spending in spendings if spending.delta is not None]
         if not stated:
             return None, "no run states a delta"
         delta = max(stated)
-    adjacency = common_adjacency(spendings)
-    events = _by_dataset(spendings)
-    # A unit that is replaced may leave one data set and join another.
-    touched = len(events) if not disjoint else 1 if adjacency == "add-or-remove-one" else 2
     claims = [
-        epsilon(Composed(group), delta, adjacency)
-        for group in itertools.combinations(events.values(), min(touched, len(events)))
+        epsilon(Composed(tuple(events[name] for name in sorted(group))), delta, adjacency)
+        for group in groups(events, pairs, adjacency)
     ]
     worst = max(claims, key=lambda claim: claim.epsilon)
-    return worst.model_copy(update={"epsilon_rdp": max(claim.epsilon_rdp for claim in claims)}), None
-
-
-def common_adjacency(spendings: Sequence[Spending]) -> Adjacency:
-    """The one to price all under: the costlier if they differ, as the mechanisms hold under both."""
-    kinds = {spending.adjacency for spending in spendings}
-    return "replace-one" if "replace-one" in kinds else "add-or-remove-one"
+    renyi = [claim.epsilon_rdp for claim in claims]
+    lower = [claim.epsilon_lower for claim in claims if claim.epsilon_lower is not None]
+    together = {
+        "epsilon_rdp": None if None in renyi else max(value for value in renyi if value is not None),
+        "epsilon_lower": max(lower, default=None),
+    }
+    return worst.model_copy(update=together), None
 
 
 def _by_dataset(spendings: Sequence[Spending]) -> dict[str, Composed]:
@@ -302,11 +373,6 @@ def _by_dataset(spendings: Sequence[Spending]) -> dict[str, Composed]:
             name = names.setdefault(canonical(spending.dataset), spending.dataset)
             events.setdefault(name, []).append(spending.event)
     return {dataset: Composed(tuple(parts)) for dataset, parts in events.items()}
-
-
-def canonical(dataset: str) -> str:
-    """Names that differ in case or blanks only are one data set: the other guess would claim too little."""
-    return " ".join(dataset.split()).casefold()
 
 
 def check_spending(spending: Spending) -> None:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from scipy import fft, special
 
 from confide.errors import PrivacyError
-from confide.privacy.events import Composed, PoissonGaussian, effective
+from confide.privacy.events import Composed, Mechanism, PoissonGaussian, RandomSelection, effective
 from confide.privacy.streams import Adjacency
 
 _Array = npt.NDArray[np.float64]
@@ -25,7 +25,7 @@ _LARGEST_WINDOW = 2**21
 
 
 def epsilon_lower(
-    event: PoissonGaussian | Composed,
+    event: Mechanism | Composed,
     delta: float,
     adjacency: Adjacency = "add-or-remove-one",
     interval: float = 1e-4,
@@ -38,19 +38,61 @@ def epsilon_lower(
         adjacency: which data sets are neighbours. Under add-or-remove-one the pair tested is removal.
         interval: grid of the rounded loss; a coarser one is faster and less tight, never wrong.
 
-    At extreme losses (σ below 0.03) probabilities underflow and nothing is proven.
+    Of a random selection it is taken to be known which event was drawn. Truncated draws and repetitions are
+    left out of the test. At extreme losses (σ below 0.03) probabilities underflow and nothing is proven.
 
     Raises:
         PrivacyError: a query without noise (every ε is exceeded).
     """
-    groups = effective(event)
-    if not groups:
-        return 0.0
-    if any(group.noise_multipliers[0] == 0 for group in groups):
+    branches = [(p, groups) for p, groups in _branches(event) if groups]
+    if any(group.noise_multipliers[0] == 0 for _, groups in branches for group in groups):
         raise PrivacyError("a query has no noise (noise multiplier 0); no epsilon bounds it")
     with np.errstate(all="ignore"):
-        value = _best_threshold(groups, delta, adjacency, interval)
+        tests = [(p, *_error_probabilities(groups, delta, adjacency, interval)) for p, groups in branches]
+        value = _largest_epsilon(tests, delta)
     return value if math.isfinite(value) and value > 0 else 0.0
+
+
+def _branches(event: Mechanism | Composed) -> list[tuple[float, tuple[PoissonGaussian, ...]]]:
+    """Gaussian parts for each outcome of a random selection, with its probability.
+
+    What isn't Gaussian is left out, and so are further selections: whoever sees less, tells less.
+    """
+    mechanisms = effective(event)
+    always = tuple(part for part in mechanisms if isinstance(part, PoissonGaussian))
+    for selection in mechanisms:
+        if isinstance(selection, RandomSelection):
+            return [
+                (p, tuple(m for m in effective(Composed((*always, part))) if isinstance(m, PoissonGaussian)))
+                for p, part in zip(selection.probabilities, selection.events, strict=True)
+            ]
+    return [(1.0, always)]
+
+
+def _largest_epsilon(tests: Sequence[tuple[float, _Array, _Array]], delta: float) -> float:
+    """Largest ε with Σ pᵢ·maxₜ(Pᵢ(t) − e^ε Qᵢ(t)) ≥ δ: each branch has its own test."""
+    if len(tests) == 1 and tests[0][0] == 1:
+        _, p_tail, log_q = tests[0]
+        excess = p_tail - delta
+        useful = excess > 0
+        return float(np.max(np.log(excess[useful]) - log_q[useful])) if useful.any() else 0.0
+    # Fewer thresholds are still a test.
+    thinned = [
+        (p, tail[:: len(tail) // 2**14 + 1], log_q[:: len(tail) // 2**14 + 1]) for p, tail, log_q in tests
+    ]
+
+    def proven(epsilon: float) -> float:
+        return sum(p * max(0.0, float(np.max(tail - np.exp(log_q + epsilon)))) for p, tail, log_q in thinned)
+
+    low, high = 0.0, 1.0
+    if proven(low) < delta:
+        return 0.0
+    while proven(high) >= delta and high < 1e6:
+        low, high = high, 2 * high
+    while high - low > 1e-7 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if proven(middle) >= delta else (low, middle)
+    return low
 
 
 @dataclass(frozen=True)
@@ -67,9 +109,11 @@ class _Losses:
     steps: int
 
 
-def _best_threshold(
+def _error_probabilities(
     groups: Sequence[PoissonGaussian], delta: float, adjacency: Adjacency, interval: float
-) -> float:
+) -> tuple[_Array, _Array]:
+    """For each threshold: the probability of rejection with the unit, at least, and the log of that without,
+    at most."""
     steps = sum(group.steps for group in groups)
     widest = max(_largest_loss(g, 1e-4 * delta / steps, adjacency) for g in groups)
     interval = max(interval, widest / (_LARGEST_WINDOW / 4))
@@ -91,12 +135,7 @@ def _best_threshold(
     p_tail = np.cumsum(p[::-1])[::-1] - outside - p_error
     # Q of a set of sums ≥ t: weights e^−s fall with s, so partial-sum errors count with e^−t at most.
     log_q = np.logaddexp.accumulate((np.log(np.maximum(tilted, 0.0)) - sums)[::-1])[::-1]
-    log_q = np.logaddexp(log_q, math.log(2 * tilted_error) - sums) + log_mass
-    excess = p_tail - delta
-    useful = excess > 0
-    if not useful.any():
-        return 0.0
-    return float(np.max(np.log(excess[useful]) - log_q[useful]))
+    return p_tail, np.logaddexp(log_q, math.log(2 * tilted_error) - sums) + log_mass
 
 
 def _largest_loss(group: PoissonGaussian, tail: float, adjacency: Adjacency) -> float:

@@ -34,13 +34,13 @@ from sqlalchemy.pool import NullPool
 from confide.errors import PrivacyError
 from confide.privacy import chain
 from confide.privacy.account import Account, accounts
+from confide.privacy.chain import SCHEMA as SCHEMA
 from confide.privacy.chain import Entry
 from confide.privacy.composition import canonical, check_spending
 from confide.privacy.statement import Spending
 from confide.privacy.streams import Budget
 
 VARIABLE = "CONFIDE_LEDGER"
-SCHEMA = "confide.ledger/1"
 _WAIT = 120  # seconds for others to finish writing
 _LOCK = 0x636F6E66696465  # a number of our own among PostgreSQL's advisory locks
 

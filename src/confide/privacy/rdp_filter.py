@@ -17,7 +17,7 @@ import numpy as np
 from dp_accounting.rdp.rdp_privacy_accountant import compute_epsilon
 
 from confide.errors import PrivacyError
-from confide.privacy.accountant import renyi
+from confide.privacy import renyi
 from confide.privacy.events import Composed
 from confide.privacy.streams import Adjacency
 
@@ -32,13 +32,13 @@ def epsilon(events: Sequence[Composed], delta: float, adjacency: Adjacency) -> f
     (ε, δ)-DP, however the events were chosen. Infinite where no order gives a finite bound.
 
     Raises:
-        PrivacyError: δ out of range.
+        PrivacyError: δ out of range, or an event for which RDP has no rule (truncated draws).
     """
     if not 0 < delta < 1:
         raise PrivacyError(f"delta must lie between 0 and 1, not {delta}")
     if not events:
         return 0.0
-    divergences = renyi(Composed(tuple(events)), adjacency, ORDERS)
+    divergences = renyi.divergences(Composed(tuple(events)), adjacency, ORDERS)
     finite = np.isfinite(divergences)
     if not finite.any():
         return float("inf")

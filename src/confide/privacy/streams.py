@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from confide.errors import PrivacyError
-from confide.privacy.events import Composed, PoissonGaussian
+from confide.privacy.events import Composed, PoissonGaussian, require_poisson
+from confide.privacy.queries import Query
 
 Adjacency = Literal["add-or-remove-one", "replace-one"]
 
@@ -41,21 +42,45 @@ class Clipping:
     Attributes:
         rule: `flat` scales a gradient longer than `bound` down to it; `normalised` maps every gradient g
             to bound·g/(‖g‖ + stability) (AUTO-S, Bu et al. 2023). Either way a unit contributes a vector of
-            norm at most `bound` to the sum. `none` leaves gradients as they are, and is legal only
-            without noise, where nothing is claimed.
-        bound: C, in gradient units; unused by `none`.
-        stability: γ of `normalised`; unused by `flat`.
+            norm at most `bound` to the sum. `adaptive` is `flat` with a bound that follows a quantile of the
+            gradients' norms (Andrew et al. 2021, arXiv 1905.03871); the count that steers it is one more
+            query on the draw. `none` leaves gradients as they are, and is legal only without noise, where
+            nothing is claimed.
+        bound: C, in gradient units; of the first step for `adaptive`; unused by `none`.
+        stability: γ of `normalised`; unused by others.
+        quantile: share of the gradients that `adaptive` leaves unclipped.
+        quantile_rate: η of C ← C·exp(−η(share − quantile)).
+        count_noise: of `adaptive`, and only there: standard deviation of the noise on the number of unclipped
+            units. Each unit counts ±½ around the middle, so the noise multiplier is twice this. A twentieth
+            of the expected batch is usual. Calibration leaves it as it is.
     """
 
-    rule: Literal["flat", "normalised", "none"]
+    rule: Literal["flat", "normalised", "adaptive", "none"]
     bound: float
     stability: float = 0.01
+    quantile: float = 0.5
+    quantile_rate: float = 0.2
+    count_noise: float | None = None
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.bound) and self.bound > 0):
             raise PrivacyError(f"the clipping bound must be a positive number, not {self.bound}")
         if not (math.isfinite(self.stability) and self.stability > 0):
             raise PrivacyError(f"the clipping stability must be a positive number, not {self.stability}")
+        if (self.rule == "adaptive") != (self.count_noise is not None):
+            raise PrivacyError("count_noise belongs to adaptive clipping, and only to it")
+        if self.count_noise is not None and not (math.isfinite(self.count_noise) and self.count_noise > 0):
+            raise PrivacyError(f"count_noise must be a positive number, not {self.count_noise}")
+        if not (0 <= self.quantile <= 1 and math.isfinite(self.quantile_rate) and self.quantile_rate > 0):
+            raise PrivacyError(
+                f"quantile must lie between 0 and 1 and its rate above 0, not {self.quantile} and "
+                f"{self.quantile_rate}"
+            )
+
+    @property
+    def count_multiplier(self) -> float | None:
+        """Noise multiplier of the count that steers `adaptive`; None for other rules."""
+        return None if self.count_noise is None else 2 * self.count_noise
 
 
 @dataclass(frozen=True)
@@ -101,6 +126,7 @@ class Stream:
         optimizer: rule applied to the noisy gradient.
         decay: of the learning rates: `constant`, or `linear` to 0 after the last step.
         weight_decay: decoupled decay towards 0; must be 0 beside an anchor, which pulls to w₀.
+        sampling: how units join a draw; only `poisson` has a claim.
     """
 
     name: str
@@ -119,9 +145,11 @@ class Stream:
     optimizer: Literal["adamw", "sgd"] = "adamw"
     decay: Literal["constant", "linear"] = "constant"
     weight_decay: float = 0.0
+    sampling: str = "poisson"
 
     def __post_init__(self) -> None:
         where = f"stream {self.name!r}"
+        require_poisson(self.sampling)
         if not self.parameters:
             raise PrivacyError(f"{where} trains no parameter")
         if len(set(self.parameters)) != len(self.parameters):
@@ -169,18 +197,20 @@ class Schedule:
         streams: in order of execution within a step.
         unit: what the claim protects: `record`, or the name of a column whose values are the units.
         adjacency: which data sets are neighbours.
+        queries: statistics of all records that are released beside the gradients.
     """
 
     streams: tuple[Stream, ...]
     unit: str = "record"
     adjacency: Adjacency = "add-or-remove-one"
+    queries: tuple[Query, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.streams:
             raise PrivacyError("a schedule needs at least one stream")
-        names = [stream.name for stream in self.streams]
+        names = [stream.name for stream in self.streams] + [query.name for query in self.queries]
         if len(set(names)) != len(names):
-            raise PrivacyError(f"two streams have the same name: {names}")
+            raise PrivacyError(f"two streams or queries have the same name: {names}")
         owner: dict[str, str] = {}
         rates: dict[str, float] = {}
         for stream in self.streams:
@@ -210,27 +240,45 @@ class Schedule:
         """What the whole schedule reveals about the records.
 
         Queries on one draw are one event whose noise combines before subsampling; different draws
-        compose. A draw whose streams run for different numbers of steps is priced in segments.
+        compose. A draw whose streams run for different numbers of steps is priced in segments. The count of
+        adaptive clipping is a query on the stream's draw.
         """
-        queries: dict[str, list[tuple[int, float]]] = {}
+        return self._event(gradients=True)
+
+    def fixed_event(self) -> Composed:
+        """The part of `event` that `with_noise` doesn't change: queries beside the gradients, and counts."""
+        return self._event(gradients=False)
+
+    def _event(self, *, gradients: bool) -> Composed:
+        asked: dict[str, list[tuple[int, float]]] = {}
         rates: dict[str, float] = {}
         for stream in self.streams:
-            if stream.ascent_noise is not None:
-                queries.setdefault(stream.ascent_draw, []).append((stream.steps, stream.ascent_noise))
-                rates[stream.ascent_draw] = stream.sampling_rate
-            queries.setdefault(stream.draw, []).append((stream.steps, stream.noise_multiplier))
-            rates[stream.draw] = stream.sampling_rate
+            rates[stream.ascent_draw] = rates[stream.draw] = stream.sampling_rate
+            sigmas = [(stream.draw, stream.clipping.count_multiplier)]
+            if gradients:
+                sigmas = [
+                    (stream.ascent_draw, stream.ascent_noise),
+                    (stream.draw, stream.noise_multiplier),
+                    *sigmas,
+                ]
+            for draw, sigma in sigmas:
+                if sigma is not None:
+                    asked.setdefault(draw, []).append((stream.steps, sigma))
         events: list[PoissonGaussian] = []
-        for draw, planned in queries.items():
+        for draw, planned in asked.items():
             done = 0
             for end in sorted({steps for steps, _ in planned}):
-                sigmas = tuple(sigma for steps, sigma in planned if steps >= end)
-                events.append(PoissonGaussian(rates[draw], sigmas, end - done))
+                together = tuple(sigma for steps, sigma in planned if steps >= end)
+                events.append(PoissonGaussian(rates[draw], together, end - done))
                 done = end
-        return Composed(tuple(events))
+        return Composed((*events, *(query.event() for query in self.queries)))
 
     def with_noise(self, factor: float) -> Schedule:
-        """The same schedule with every noise multiplier, ascents included, multiplied by `factor`."""
+        """The same schedule with the noise of every gradient, ascents included, multiplied by `factor`.
+
+        Queries beside the gradients and the counts of adaptive clipping keep their noise: it says how
+        precise they are, which doesn't depend on how many steps are trained.
+        """
         return dataclasses.replace(
             self,
             streams=tuple(

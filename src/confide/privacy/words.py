@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Literal
 
 from confide.privacy.calibration import delta_warning
-from confide.privacy.events import PoissonGaussian, leaves
-from confide.privacy.statement import Spending, Statement
+from confide.privacy.events import (
+    Composed,
+    Mechanism,
+    PoissonGaussian,
+    RandomSelection,
+    RepeatAndSelect,
+    TruncatedPoissonGaussian,
+    leaves,
+)
+from confide.privacy.statement import OwnersChecked, Spending, Statement, common_adjacency
 from confide.privacy.streams import Adjacency
 
 _NEIGHBOURS: dict[Adjacency, str] = {
@@ -42,8 +51,11 @@ def assumptions(
         "before, which records are in which part is public too.",
         "The claim holds against somebody who sees every noisy update; who sees only the final model sees "
         "less than the accounting assumes.",
-        "The base model is public. If its own training data held these records, this claim doesn't cover it.",
-        "Running time, memory and aborted runs are not protected.",
+        "The base model and its tokenizer are public and were not chosen or changed by looking at these "
+        "records. If the base's own training data held these records, this claim doesn't cover it.",
+        "Running time, memory, aborted runs and error messages are not protected.",
+        "Scores on test records are not noised; they are no part of the release, and the claim doesn't cover "
+        "them.",
         "The bound is for exact arithmetic on the noisy sums; noise is drawn and added in float64, and the "
         "rounding of floating point is not part of it.",
     ]
@@ -59,12 +71,35 @@ def assumptions(
     return tuple(sentences)
 
 
-def disjointness(datasets: tuple[str, ...]) -> str:
-    """What a declared disjointness assumes."""
+def disjointness(inputs: Sequence[tuple[str, ...]], checked: OwnersChecked | None) -> str:
+    """What a merge assumes that says that no unit is in data sets of two inputs.
+
+    Args:
+        inputs: names of the data sets of each.
+        checked: how the owners found out; None if they only declared it.
+    """
+    apart = [_list(names) if len(names) == 1 else f"({_list(names)})" for names in inputs if names]
+    said = "Their owners declared it" if checked is None else f"Their owners checked it ({checking(checked)})"
     return (
-        f"The data sets {_list(datasets)} share no unit, and which data set a unit belongs to is fixed. "
-        "Their owners declared it; if it is wrong, the claim is too small."
+        f"The data sets {_list(tuple(dict.fromkeys(apart)))} share no unit, and which data set a unit "
+        f"belongs to is fixed. {said}; if it is wrong, the claim is too small."
     )
+
+
+def apart(statement: Statement) -> str:
+    """What is said about the data sets of a merge, as the start of a sentence."""
+    match statement.disjoint:
+        case None:
+            return "Nobody declared that the data sets of different inputs share no unit"
+        case OwnersChecked() as checked:
+            return f"The owners checked that no unit is in data sets of two inputs ({checking(checked)})"
+        case _:
+            return "It was declared that no unit is in data sets of two inputs"
+
+
+def checking(checked: OwnersChecked) -> str:
+    """How and when owners compared their data sets."""
+    return f"{checked.how.rstrip('. ')}, {checked.when.isoformat()}"
 
 
 def describe(statement: Statement) -> tuple[str, ...]:
@@ -75,19 +110,19 @@ def describe(statement: Statement) -> tuple[str, ...]:
     if claim is None:
         lines.append(f"No privacy is claimed: {statement.no_claim or 'no reason is given'}")
     else:
-        change = sorted({_NEIGHBOURS[spending.adjacency] for spending in statement.spendings})
+        change = _NEIGHBOURS[common_adjacency(statement.spendings)]
         names = {spending.unit for spending in statement.spendings}
         unit = "record" if names == {"record"} else "unit"
         budget = f"ε = {round_up(claim.epsilon)}, δ = {round_up(claim.delta, 3)}"
         lines.append(
             f"The weights are ({budget})-differentially private for "
-            f"{' or '.join(change)} any one {unit} of {_list(datasets)}. The bound is {claim.accountant}; by "
-            f"RDP it is ε = {round_up(claim.epsilon_rdp)}."
+            f"{change} any one {unit} of {_list(datasets)}. The bound is {claim.accountant}"
+            + (f"; by RDP it is ε = {round_up(claim.epsilon_rdp)}." if claim.epsilon_rdp is not None else ".")
         )
         if statement.disjoint and len(datasets) > 1:
             lines.append(
-                "The data sets are declared to share no unit, so the claim is that of the data set that "
-                "costs most, not their sum."
+                f"{apart(statement)}, so the claim is that of the data set that costs most, or of those that "
+                "one unit may be in."
             )
     lines += [_spending(spending) for spending in statement.spendings]
     return tuple(lines)
@@ -97,16 +132,41 @@ def _spending(spending: Spending) -> str:
     start = (
         f"Run {spending.run} on {spending.dataset} ({spending.units} units; a unit is one {_unit(spending)})"
     )
+    return f"{start}: {asked(spending)}."
+
+
+def asked(spending: Spending) -> str:
+    """What one run asked of its records, and how much of it ran."""
     if spending.event is None:
-        return f"{start}: no claim, {spending.no_claim or 'no reason is given'}"
+        return f"no claim, {spending.no_claim or 'no reason is given'}"
     ran = ", ".join(f"{name} {steps}" for name, steps in spending.steps_run.items())
-    queries = "; ".join(_query(leaf) for leaf in leaves(spending.event)) or "nothing was asked"
-    return f"{start}: {queries}. Steps run: {ran}."
+    return f"{queries_in_words(spending.event)}. Steps run: {ran}"
 
 
-def _query(leaf: PoissonGaussian) -> str:
-    sigmas = " and ".join(f"{sigma:.4g}" for sigma in leaf.noise_multipliers)
-    return f"{leaf.steps} draws at sampling rate {leaf.sampling_rate:.4g}, noise multiplier {sigmas}"
+def queries_in_words(event: Mechanism | Composed) -> str:
+    """What looked at the records, mechanism by mechanism."""
+    return "; ".join(_query(leaf) for leaf in leaves(event)) or "nothing was asked"
+
+
+def _query(leaf: Mechanism) -> str:
+    match leaf:
+        case PoissonGaussian():
+            sigmas = " and ".join(f"{sigma:.4g}" for sigma in leaf.noise_multipliers)
+            if leaf.sampling_rate == 1:
+                return f"all records, {leaf.steps} times, noise multiplier {sigmas}"
+            return f"{leaf.steps} draws at sampling rate {leaf.sampling_rate:.4g}, noise multiplier {sigmas}"
+        case TruncatedPoissonGaussian():
+            return (
+                f"{leaf.steps} draws at sampling rate {leaf.sampling_rate:.4g} cut to {leaf.cap} of "
+                f"{leaf.units} units, noise multiplier {leaf.noise_multiplier:.4g}"
+            )
+        case RandomSelection():
+            parts = zip(leaf.probabilities, leaf.events, strict=True)
+            return "one of " + ", or ".join(
+                f"({queries_in_words(part)}) with probability {p:.4g}" for p, part in parts
+            )
+        case RepeatAndSelect():
+            return f"the best of {leaf.mean:g} runs on average, each: {queries_in_words(leaf.event)}"
 
 
 def _unit(spending: Spending) -> str:

@@ -7,19 +7,27 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from confide.privacy.events import PoissonGaussian, leaves
+from confide.privacy.events import queries
+from confide.privacy.meaning import ADVERSARY, NO_ADVERSARY, not_protected, promise
+from confide.privacy.signature import fingerprint
 from confide.privacy.statement import Claim, Spending, Statement
-from confide.privacy.words import round_up
+from confide.privacy.words import apart, round_up
 from confide.release.format import Head, ReleaseInfo
 
 FILE_NAME = "README.md"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def render(info: ReleaseInfo, statement: Statement, report: Mapping[str, Any] | None = None) -> str:
+def render(
+    info: ReleaseInfo,
+    statement: Statement,
+    signed_by: str | None = None,
+    report: Mapping[str, Any] | None = None,
+) -> str:
     """The card of a release, as Hugging Face reads it: YAML front matter, then Markdown.
 
-    Every word follows from the release format, the statement and the merge report (of a merge), so the card
+    Every word follows from the release format, the statement, the public key that signs it, and (of a merge)
+    the merge report, so the card
     reveals nothing that they don't.
     """
     merged = info.kind == "merged"
@@ -31,7 +39,7 @@ def render(info: ReleaseInfo, statement: Statement, report: Mapping[str, Any] | 
         *([_merge(report)] if report else []),
         *(["## Labels\n\n" + "\n".join(_labels(head) for head in info.heads)] if info.heads else []),
         "## How to load it\n\n" + (_load_merged(info.heads) if merged else _load_model()),
-        "## Privacy\n\n" + _claim(statement),
+        "## Privacy\n\n" + _claim(statement, signed_by),
         "## Licence\n\nUnknown: ask whoever made this release. The base model's licence applies too.",
     ]
     return "\n\n".join(parts) + "\n"
@@ -109,7 +117,7 @@ def _load_model() -> str:
         "tokenizer = AutoTokenizer.from_pretrained(FOLDER)\n"
         "```\n\n"
         "or with confide, which also reads the claim:\n\n"
-        "```\nconfide predict FOLDER --data new.csv\nconfide privacy show FOLDER\n```"
+        "```\nconfide predict FOLDER --data new.csv\nconfide verify FOLDER\n```"
     )
 
 
@@ -141,49 +149,57 @@ def _load_merged(heads: tuple[Head, ...]) -> str:
         "```\n\n"
         "or confide, which can also write that model down as a folder that plain transformers loads:\n\n"
         f"```\nconfide export FOLDER --task {head.task} --out {head.task}\n"
-        f"confide evaluate FOLDER --task {head.task}\nconfide privacy show FOLDER\n```"
+        f"confide evaluate FOLDER --task {head.task}\nconfide verify FOLDER\n```"
     )
 
 
-def _claim(statement: Statement) -> str:
+def _claim(statement: Statement, signed_by: str | None) -> str:
+    answer = (
+        f"Signed by the key `{signed_by}` (fingerprint {fingerprint(signed_by)}), whose owner asserts that "
+        "noise was added as stated; arithmetic and integrity can be checked by anybody, the noise can't be "
+        "seen."
+        if signed_by
+        else "Not signed: nobody asserts that noise was added."
+    )
+    check = "`confide verify FOLDER` checks all of this, and `confide privacy card FOLDER` explains it."
     if statement.claim is None:
         reason = statement.no_claim or "no reason is given"
         return (
             f"**Nothing is claimed for these weights**: {reason.rstrip('.')}. They may reveal the records "
-            "that they were trained on."
+            f"that they were trained on.\n\n{answer}\n\n{check}"
         )
+    limits = "\n".join(f"- **{name}.** {said}" for name, said in not_protected(statement))
     return "\n\n".join(
         [
             _promise(statement.claim, statement),
             "Trained on:\n\n" + "\n".join(_spending(spending) for spending in statement.spendings),
-            "**Not protected**: the base model's own training data; the choice of hyper-parameters, names of "
-            "data sets, their declared sizes and labels, which are public; anything that is true of the "
-            "population and not of one unit; what somebody learns by other ways than this release.",
+            f"**Protected against**: {ADVERSARY} {NO_ADVERSARY}",
+            f"**Not protected**:\n\n{limits}",
             "Under these assumptions:\n\n" + "\n".join(f"- {line}" for line in statement.assumptions)
             if statement.assumptions
             else "No further assumptions.",
-            "`confide privacy show FOLDER` recomputes the claim from `statement.json`.",
+            answer,
+            check,
         ]
     )
 
 
 def _promise(claim: Claim, statement: Statement) -> str:
-    units = " or ".join(sorted({f"one {spending.unit}" for spending in statement.spendings})) or "one record"
-    adjacency = {spending.adjacency for spending in statement.spendings}
-    change = "replaced by another" if adjacency == {"replace-one"} else "added or removed"
-    shared, renyi = "", round_up(claim.epsilon_rdp, 4)
+    renyi = (
+        f"; the Rényi bound at the same δ is {round_up(claim.epsilon_rdp, 4)}"
+        if claim.epsilon_rdp is not None
+        else ""
+    )
+    shared = ""
     if statement.kind == "merge" and len({spending.dataset for spending in statement.spendings}) > 1:
-        shared = (
-            " The data sets were declared to share no unit, so each unit is in one of them; if that "
-            "is wrong, the claim is too small."
+        shared = f" {apart(statement)}" + (
+            "; if that is wrong, the claim is too small."
             if statement.disjoint
-            else " Nobody declared that the data sets share no unit, so what was spent on each is added up."
+            else ", so what was spent adds up."
         )
     return (
-        f"**ε = {round_up(claim.epsilon, 4)}, δ = {round_up(claim.delta, 3)}.** Whether {units} was {change} "
-        "changes the probability of any outcome of the training by at most a factor e^ε, up to δ. That holds "
-        "against anybody who has these weights, whatever else they know and however much they compute. It is "
-        f"an upper bound ({claim.accountant}); the Rényi bound at the same δ is {renyi}.{shared}"
+        f"**ε = {round_up(claim.epsilon, 4)}, δ = {round_up(claim.delta, 3)}.** {promise(claim, statement)} "
+        f"It is an upper bound ({claim.accountant}){renyi}.{shared}"
     )
 
 
@@ -191,15 +207,10 @@ def _spending(spending: Spending) -> str:
     unit = "records" if spending.unit == "record" else f"units (values of `{spending.unit}`)"
     if spending.event is None:
         return f"- `{spending.dataset}`, {spending.units} {unit}: {spending.no_claim or 'no claim'}"
-    queries = sum(event.steps * len(event.noise_multipliers) for event in _gaussians(spending))
     return (
         f"- `{spending.dataset}`, {spending.units} {unit} ({spending.adjacency.replace('-', ' ')}): "
-        f"{_count(queries, 'noisy query', 'noisy queries')} on random minibatches"
+        f"{_count(queries(spending.event), 'noisy query', 'noisy queries')} on random minibatches"
     )
-
-
-def _gaussians(spending: Spending) -> tuple[PoissonGaussian, ...]:
-    return leaves(spending.event) if spending.event else ()
 
 
 def _count(number: int, one: str, many: str | None = None) -> str:

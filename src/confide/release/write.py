@@ -7,16 +7,20 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from confide import files
 from confide.errors import ReleaseError
 from confide.privacy import statement as statements
+from confide.privacy.signature import public_text, sign, signer
 from confide.privacy.statement import Statement
 from confide.release import card, format
 from confide.release.format import ReleaseInfo
 from confide.release.hashes import file_hash
 from confide.release.tensors import METADATA, Checkpoint
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 MERGE_REPORT = "merge-report.json"
 _TOKENIZER = "The base's tokenizer, which is public; nothing is trained or added here."
@@ -38,7 +42,7 @@ PROVENANCE: Mapping[str, str] = {
     "spiece.model": _TOKENIZER,
     "sentencepiece.bpe.model": _TOKENIZER,
     format.FILE_NAME: "The owner's settings: task, labels, metric, length; names of the head's tensors.",
-    statements.FILE_NAME: "The schedule, declared constants of the data, the claim, hashes of the weights.",
+    statements.FILE_NAME: "The schedule, declared constants of the data, the claim, hashes of the files.",
     MERGE_REPORT: "Computed from the released weights of the inputs and the base, and from nothing else.",
     card.FILE_NAME: "Written from confide.json, statement.json and merge-report.json.",
 }
@@ -73,6 +77,7 @@ def write_release(
     save: Callable[[Path], None],
     info: ReleaseInfo,
     statement: Statement,
+    key: Ed25519PrivateKey | None = None,
     overwrite: bool = False,
 ) -> Statement:
     """Write a release folder that appears whole or not at all.
@@ -82,11 +87,12 @@ def write_release(
         save: writes the model and its tokenizer (`save_pretrained`), or a merge's tensors, into the
             folder that it is given; only files that `PROVENANCE` lists.
         info: becomes confide.json.
-        statement: becomes statement.json; its `weights` are filled in here.
+        statement: becomes statement.json; the hashes of all other files are filled in here.
+        key: signs the statement, and with it all files; None leaves it unsigned.
         overwrite: swap out a release that is there.
 
     Returns:
-        The statement as written, with the hashes of the weight files.
+        The statement as written, with hashes and signature.
 
     Raises:
         ReleaseError: the folder exists, can't be written, or `save` put something there that the format
@@ -97,12 +103,20 @@ def write_release(
     with files.new_folder(Path(path), overwrite=overwrite) as side:
         save(side)
         files.write_json(side / format.FILE_NAME, info.model_dump(mode="json"))
-        weights = {name: file_hash(side / name) for name in _listed(side) if _is_weights(name)}
-        statement = statement.model_copy(update={"weights": weights})
+        signed_by = public_text(key) if key else None
+        text = card.render(info, statement, signed_by, _merge_report(side))
+        files.write_text(side / card.FILE_NAME, text)
+        hashes = {name: file_hash(side / name) for name in _listed(side) if name != statements.FILE_NAME}
+        written = {
+            "weights": {name: value for name, value in hashes.items() if _is_weights(name)},
+            "files": {name: value for name, value in hashes.items() if not _is_weights(name)},
+            "signature": None,
+        }
+        statement = statement.model_copy(update=written)
+        statement = sign(statement, key) if key else statement
         files.write_json(side / statements.FILE_NAME, statement.to_json())
-        files.write_text(side / card.FILE_NAME, card.render(info, statement, _merge_report(side)))
-        _check_files(side)
-        _check_tensors(side, info)
+        check_names(side)
+        check_tensors(side, info)
     return statement
 
 
@@ -112,34 +126,34 @@ def _merge_report(folder: Path) -> Any:
 
 
 def verify(folder: Path) -> Statement:
-    """Check that a release is what its statement says: same weights, nothing missing, nothing besides.
+    """Check that a release is what its statement says: the same files, nothing missing, nothing besides.
 
     Returns:
-        Its statement. The claim in it is not recomputed here (`privacy.accountant`).
+        Its statement, whose signature, if there is one, is right. The claim in it is not recomputed here
+        (`privacy.composition.check`), and whose key signed it is the caller's business.
 
     Raises:
         ReleaseError: a file or tensor that doesn't belong, is missing, or was changed.
-        PrivacyError: no valid statement.
+        PrivacyError: no valid statement, or a wrong signature.
     """
     folder = Path(folder)
     info = format.read(folder)
-    statement = statements.read(folder)
-    _check_files(folder)
-    present = {name for name in _listed(folder) if _is_weights(name)}
-    for name in sorted(present | set(statement.weights)):
-        if name not in present:
-            raise ReleaseError(f"{folder}: the statement is about {name}, which is missing")
-        if name not in statement.weights:
-            raise ReleaseError(
-                f"{folder}: the statement says nothing about {name}, so nothing is claimed for it"
-            )
-        if file_hash(folder / name) != statement.weights[name]:
-            raise ReleaseError(f"{folder}: {name} was changed after its statement was written")
-    _check_tensors(folder, info)
+    said = statements.load(folder)
+    statement = statements.parse(said, str(folder / statements.FILE_NAME))
+    signer(said, str(folder / statements.FILE_NAME))
+    check_names(folder)
+    check_files(folder, statement)
+    check_weights(folder, statement)
+    check_tensors(folder, info)
     return statement
 
 
-def _check_files(folder: Path) -> None:
+def check_names(folder: Path) -> None:
+    """Whether the folder holds only what a release may hold.
+
+    Raises:
+        ReleaseError: naming what it holds besides.
+    """
     odd = [name for name in _listed(folder) if provenance(name) is None]
     if odd:
         raise ReleaseError(f"{folder} holds what is no part of a release: {', '.join(odd)}")
@@ -147,8 +161,47 @@ def _check_files(folder: Path) -> None:
         raise ReleaseError(f"{folder} holds no weights")
 
 
-def _check_tensors(folder: Path, info: ReleaseInfo) -> None:
-    """Every tensor is the encoder's or a declared head's, and no free text travels beside them."""
+def check_weights(folder: Path, statement: Statement) -> None:
+    """Whether the weight files are those that the statement is about.
+
+    Raises:
+        ReleaseError: one is missing, was changed, or the statement doesn't name it.
+    """
+    present = {name for name in _listed(folder) if _is_weights(name)}
+    _compare(folder, present, statement.weights)
+
+
+def check_files(folder: Path, statement: Statement) -> None:
+    """Whether everything beside the weights is as it was written; the card may be edited by people.
+
+    Raises:
+        ReleaseError: as `check_weights`. Statements that hold no hashes of files can't be compared.
+    """
+    own = {card.FILE_NAME, statements.FILE_NAME}
+    stated = {name: value for name, value in statement.files.items() if name not in own}
+    if statement.files:
+        present = {name for name in _listed(folder) if not _is_weights(name)} - own
+        _compare(folder, present, stated)
+
+
+def _compare(folder: Path, present: set[str], stated: Mapping[str, str]) -> None:
+    for name in sorted(present | set(stated)):
+        if name not in present:
+            raise ReleaseError(f"{folder}: the statement is about {name}, which is missing")
+        if name not in stated:
+            raise ReleaseError(
+                f"{folder}: the statement says nothing about {name}, so nothing is claimed for it"
+            )
+        if file_hash(folder / name) != stated[name]:
+            raise ReleaseError(f"{folder}: {name} was changed after its statement was written")
+
+
+def check_tensors(folder: Path, info: ReleaseInfo) -> None:
+    """Whether every tensor is the encoder's or a declared head's, and no free text travels beside them.
+
+    Raises:
+        ReleaseError: naming the tensor or the file.
+    """
     declared = {(head.task, name) for head in info.heads for name in head.tensors}
     whole = Checkpoint.open(folder)
     heads = {name for _, name in declared} if info.kind == "model" else set()

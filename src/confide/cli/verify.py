@@ -1,0 +1,90 @@
+"""`confide verify`: does a release hold what it claims, and who answers for it?"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from confide.cli.output import print_json
+
+if TYPE_CHECKING:
+    from confide.privacy.chain import Entry
+    from confide.release.verify import Check
+
+
+def verify(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A release folder.")],
+    key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A public key: everything must be signed by this one, or another one that you name."
+        ),
+    ] = None,
+    trusted: Annotated[
+        list[Path] | None, typer.Option(help="A file of such keys, one `KEY NAME` a line.")
+    ] = None,
+    ledger: Annotated[
+        str | None,
+        typer.Option(help="A ledger, or what `confide ledger export` wrote: the runs must be charged in it."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Check a release: files, claim and signatures, also those of what was merged."""
+    from confide.errors import ReleaseError
+    from confide.privacy.signature import fingerprint, read_trusted
+    from confide.release.verify import examine
+
+    names = {public: fingerprint(public) for public in key or ()}
+    for file in trusted or ():
+        names |= read_trusted(file)
+    statement, checks = examine(folder, names, _entries(ledger) if ledger is not None else None)
+    failed = [check for check in checks if check.result == "failed"]
+    if json:
+        print_json(
+            {
+                "release": str(folder),
+                "verified": not failed,
+                "signed_by": statement.signature.key if statement and statement.signature else None,
+                "checks": [dataclasses.asdict(check) for check in checks],
+            }
+        )
+    else:
+        _print(folder, checks)
+    if failed:
+        raise ReleaseError(f"{folder} is not what it claims to be: {failed[0].what}: {failed[0].detail}")
+    if not json:
+        signed = statement is not None and statement.signature is not None
+        print(
+            "Arithmetic and integrity were checked. That noise was added can't be seen: "
+            + ("it is asserted by who signed." if signed else "nobody signed, so nobody asserts it.")
+        )
+
+
+def _entries(source: str) -> tuple[Entry, ...]:
+    from confide.errors import PrivacyError
+    from confide.privacy import chain
+    from confide.privacy.ledger import Ledger
+
+    if "://" in source:
+        return Ledger.open(source).verify()
+    if not Path(source).exists():
+        raise PrivacyError(f"there is no ledger {source}")
+    if Path(source).suffix == ".json":
+        return chain.read_export(Path(source))
+    return Ledger.open(source).verify()
+
+
+def _print(folder: Path, checks: tuple[Check, ...]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=str(folder), title_justify="left", header_style="bold")
+    table.add_column("what", no_wrap=True)
+    table.add_column("result", no_wrap=True)
+    table.add_column("detail", overflow="fold")
+    for check in checks:
+        table.add_row(check.what, check.result, check.detail)
+    Console().print(table)

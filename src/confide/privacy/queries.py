@@ -1,0 +1,46 @@
+"""Queries beside the gradients: each looks at all records once, with noise that is fixed beforehand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from confide.errors import PrivacyError
+from confide.privacy.events import PoissonGaussian
+
+Purpose = Literal["gram", "fisher", "accuracy"]
+
+
+@dataclass(frozen=True)
+class Query:
+    """Statistics of all records that are released with noise.
+
+    Several noise multipliers are one concatenated Gaussian, σ = (Σ σᵢ⁻²)^−½: a Gram matrix for each of
+    L layers with equal noise √L·σ costs as much as one with σ.
+
+    Attributes:
+        name: unique in the schedule; addresses the noise.
+        purpose: what is released, and so what a noise multiplier counts in:
+            `gram`: per layer, Σ XᵢᵀXᵢ over units whose tokens are scaled to energy Σₜ‖xₜ‖² ≤ R²; in R², on
+            the isometric vector (Gⱼⱼ, √2·Gⱼₖ). `fisher`: per parameter group, Σ g∘g over units with
+            ‖g‖ ≤ C; in C². `accuracy`: how many records are labelled rightly; in records.
+        noise_multipliers: of each released array, positive. Calibration never changes them.
+    """
+
+    name: str
+    purpose: Purpose
+    noise_multipliers: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.noise_multipliers or not all(
+            math.isfinite(sigma) and sigma > 0 for sigma in self.noise_multipliers
+        ):
+            raise PrivacyError(
+                f"query {self.name!r}: every released array needs a positive noise multiplier, not "
+                f"{self.noise_multipliers}"
+            )
+
+    def event(self) -> PoissonGaussian:
+        """What the query reveals; every unit is in it."""
+        return PoissonGaussian(1.0, self.noise_multipliers, 1)
