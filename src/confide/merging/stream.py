@@ -122,14 +122,14 @@ def _merge(
     start = 0
     kernel = rule.kernel(name)
     for base, chunk in vectors.chunks(name):
-        here = np.einsum("tn,tn->t", chunk, chunk)
+        here = np.array([row @ row for row in chunk])
         if not np.isfinite(here).all():
             _blame(vectors, name)
         merged = kernel(chunk, start)
         start += base.size
         squares += here
         products += chunk @ merged
-        square += float(np.einsum("n,n->", merged, merged))
+        square += float(merged @ merged)
         merged += base
         written = encode(merged, dtype)
         if not np.isfinite(decode(written, dtype)).all():
