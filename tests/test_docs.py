@@ -20,7 +20,9 @@ from confide.cli.main import app
 from confide.cli.train import train as train_command
 from confide.experiment.plan import Plan, TaskPlan, read
 from confide.finetune.settings import Settings
+from confide.merging.assign import groups_of
 from confide.merging.operators import OPERATORS
+from confide.merging.recipe import read as read_recipe
 from confide.privacy.statement import Statement
 from confide.report.study import Row
 from confide.tasks.registry import TASKS
@@ -174,6 +176,11 @@ def test_python_compiles_and_uses_the_api(code: str) -> None:
 @pytest.mark.parametrize("text", each(lambda text: blocks(text, "yaml", "yml")))
 def test_yaml_is_a_study_or_a_part_of_one(text: str, tmp_path: Path) -> None:
     content = yaml.safe_load(text)
+    if "merge_method" in content:
+        file = tmp_path / "recipe.yaml"
+        file.write_text(text, encoding="utf-8")
+        groups_of(read_recipe(file), ("encoder.layer.0.attention.weight",), "")
+        return
     if {"base", "tasks"} <= content.keys():
         file = tmp_path / "study.yaml"
         file.write_text(text, encoding="utf-8")

@@ -23,6 +23,7 @@ def test_a_model(info: ReleaseInfo, statement: Statement) -> None:
         "base_model": "someone/encoder",
         "base_model_relation": "finetune",
         "tags": ["confide", "differential-privacy"],
+        "differential_privacy": {"epsilon": 1.23456, "delta": 1e-6},
     }
     assert "ε = 1.235, δ = 1e-06" in card
     assert "`neg`, `pos`" in card
@@ -56,6 +57,27 @@ def test_a_merge_says_what_disjoint_rests_on(info: ReleaseInfo, statement: State
     assert "declared that no unit is in data sets of two inputs; if that is wrong" in render(kind, merged)
     assert "so what was spent adds up" in render(kind, merged.model_copy(update={"disjoint": None}))
     assert front_matter(render(kind, merged))["base_model_relation"] == "merge"
+
+
+def test_a_merge_says_what_was_merged_and_how(info: ReleaseInfo, statement: Statement) -> None:
+    report = {
+        "operator": "actmat",
+        "paper": "somebody 2026",
+        "parameters": {"rcond": 1e-5, "weights": [1.0, 2e-7], "trim": "1e-5"},
+        "models": [{"tasks": "films", "kind": "release"}, {"tasks": "north", "kind": "adapter"}],
+        "tensors": [{"rule": "actmat"}, {"rule": "base: no model changed it"}],
+    }
+    card = render(info.model_copy(update={"kind": "merged"}), statement, report=report)
+    assert front_matter(card)["merge"] == {
+        "operator": "actmat",
+        "parameters": report["parameters"],
+        "models": ["films", "north"],
+    }
+    assert "made 1 of 2 tensors" in card
+    assert "- north (adapter)" in card
+    assert "# Merged model" in render(
+        info.model_copy(update={"kind": "merged", "heads": ()}), statement, report=report
+    )
 
 
 def test_a_local_base_is_no_hub_name(info: ReleaseInfo, statement: Statement) -> None:

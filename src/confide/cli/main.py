@@ -8,7 +8,7 @@ import sys
 
 import typer
 
-from confide.cli import evaluate, keys, ledger, merge, predict, privacy, purge, run, train, verify
+from confide.cli import evaluate, export, keys, ledger, merge, predict, privacy, purge, run, train, verify
 from confide.errors import ConfideError
 
 _INTERRUPTED = (130, 128 + signal.SIGTERM)
@@ -22,6 +22,7 @@ app = typer.Typer(
 )
 app.command("train")(train.train)
 app.command("merge")(merge.merge)
+app.command("export")(export.export)
 app.command("predict")(predict.predict)
 app.command("evaluate")(evaluate.evaluate)
 app.command("run")(run.run)

@@ -1,7 +1,8 @@
-"""`confide merge`: one encoder from several releases, a head for each task, and the claim composed."""
+"""`confide merge`: one model from several, a head for each task, and the claim composed."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,16 +13,27 @@ from confide.cli.output import print_json, print_table
 from confide.cli.progress import progress_bars
 
 _OPERATORS = "average, linear, task-arithmetic, ties, pcb, wudi, actmat, regmean, fisher"
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 if TYPE_CHECKING:
     from confide.merging.merge import MergeReport
+    from confide.merging.plan import Plan
     from confide.privacy.statement import OwnersChecked
 
 
 def merge(
-    models: Annotated[list[Path], typer.Argument(help="Release folders, all trained from one base.")],
-    base: Annotated[str, typer.Option(help="The public base: a folder, a Hugging Face id or package:NAME.")],
-    out: Annotated[Path, typer.Option(help="Folder to write; it must not exist.")],
+    models: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Folders, all trained from one base: releases, merges, transformers models, PEFT adapters. "
+            "Or one recipe, FILE.yaml."
+        ),
+    ],
+    base: Annotated[
+        str | None,
+        typer.Option(help="The public base: a folder, a Hugging Face id or package:NAME. A recipe names it."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write; it must not exist.")] = None,
     operator: Annotated[str, typer.Option(help=f"One of: {_OPERATORS}.")] = "ties",
     density: Annotated[
         float | None, typer.Option(help="ties and pcb: part of each task vector that is kept.")
@@ -36,6 +48,10 @@ def merge(
     statistics: Annotated[
         list[Path] | None,
         typer.Option(help="regmean and fisher: a statistics file for each model, in any order."),
+    ] = None,
+    heads: Annotated[
+        list[str] | None,
+        typer.Option(help="Plain folders: tensors that stay per task, as score or lm_head, or a pattern."),
     ] = None,
     disjoint: Annotated[
         bool,
@@ -52,34 +68,85 @@ def merge(
         str | None, typer.Option(help="Day on which they finished checking, as 2026-11-30.")
     ] = None,
     key: Key = None,
+    shard_size: Annotated[
+        str, typer.Option(help="Largest file of weights; larger models are written in shards.")
+    ] = "5GB",
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Private memory that the merge may need, such as 4GB; an error where it isn't enough."
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would be merged and claimed, and write nothing.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Merge releases into one encoder that serves every task."""
-    from confide.merging.merge import merge as merge_releases
-    from confide.models.backbones import resolve
+    """Merge models into one that serves every task."""
+    from confide.errors import MergeError
+    from confide.merging.merge import write
 
+    if out is None and not dry_run:
+        raise MergeError("name the folder to write with --out, or look first with --dry-run")
+    shard, limit = _size("--shard-size", shard_size), _size("--memory", memory) if memory else None
     parameters = _parameters(set_ or [])
     parameters |= {
         name: value for name, value in (("density", density), ("scale", scale)) if value is not None
     }
     apart = _checked(disjoint_checked, disjoint_date) or disjoint
-    signs = signing_key(key)
+    signs = None if dry_run else signing_key(key)
+    plan = _plan(models, base, operator, parameters, statistics or [], heads, apart)
+    if dry_run:
+        return _show(plan, shard, json)
+    assert out is not None
     with progress_bars(show=not json) as progress:
-        report = merge_releases(
-            models,
-            base=resolve(base),
-            operator=operator,
-            parameters=parameters,
-            statistics=statistics or [],
-            out=out,
-            disjoint=apart,
+        report = write(
+            plan,
+            out,
             key=signs,
-            progress=lambda done, total: progress(f"Merging {len(models)} models", done, total),
+            shard_size=shard,
+            memory=limit,
+            progress=lambda done, total: progress(f"Merging {len(plan.inputs)} models", done, total),
         )
     if json:
         print_json(_as_json(report, out))
     else:
         _print(report, out)
+
+
+def _plan(
+    models: list[Path],
+    base: str | None,
+    operator: str,
+    parameters: dict[str, Any],
+    statistics: list[Path],
+    heads: list[str] | None,
+    disjoint: bool | OwnersChecked,
+) -> Plan:
+    from confide.errors import MergeError
+    from confide.merging import recipe as recipes
+    from confide.merging.plan import plan_models, plan_recipe
+    from confide.models.backbones import resolve
+
+    if recipes.is_recipe(models):
+        if parameters or heads:
+            raise MergeError(f"{models[0]} is a recipe: write parameters and heads there, not as options")
+        recipe = recipes.read(models[0])
+        named = base or recipe.base
+        if named is None:
+            raise MergeError(f"{models[0]} names no base_model; add it, or give --base")
+        return plan_recipe(recipe, resolve(named), statistics, disjoint)
+    if base is None:
+        raise MergeError("name the public base of the models with --base")
+    return plan_models(
+        models,
+        base=resolve(base),
+        operator=operator,
+        parameters=parameters,
+        statistics=statistics,
+        heads=heads,
+        disjoint=disjoint,
+    )
 
 
 def _parameters(settings: list[str]) -> dict[str, Any]:
@@ -94,6 +161,64 @@ def _parameters(settings: list[str]) -> dict[str, Any]:
     return found
 
 
+def _size(option: str, text: str) -> int:
+    from confide.errors import MergeError
+
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?i?B?)", text.strip(), re.IGNORECASE)
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None or float(match[1]) <= 0:
+        raise MergeError(f"{option} is a size such as 5GB or 500MB, not {text!r}")
+    return int(float(match[1]) * unit)
+
+
+def _show(plan: Plan, shard_size: int, json: bool) -> None:
+    from confide.release.tensors import plan_shards
+
+    lines = plan.lines()
+    files = plan_shards({line["name"]: plan.output(line["name"]) for line in lines}, shard_size)
+    needed, what = plan.memory()
+    claim = plan.statement.claim
+    if json:
+        print_json(
+            {
+                "operator": plan.operator.name,
+                "parameters": dict(plan.parameters),
+                "base": plan.base.model_dump(mode="json"),
+                "models": [{"tasks": item.tasks, "kind": item.kind} for item in plan.inputs],
+                "heads": [head.model_dump(mode="json") for head in plan.info.heads],
+                "tensors": lines,
+                "files": {name: list(tensors) for name, tensors in files.items()},
+                "bytes": sum(line["bytes"] for line in lines),
+                "memory": {"bytes": needed, "for": what},
+                "claim": claim.model_dump(mode="json") if claim else None,
+                "no_claim": plan.statement.no_claim,
+            }
+        )
+        return
+    print_table(
+        f"{plan.operator.name}{_settings(plan.parameters)} of {len(plan.inputs)} models",
+        ("tensor", "rule", "dtype", "shape", "MB"),
+        [
+            (
+                line["name"],
+                line["rule"] + (_settings(line["settings"]) if line["settings"] else ""),
+                line["dtype"],
+                "×".join(str(side) for side in line["shape"]),
+                f"{line['bytes'] / 1e6:.2f}",
+            )
+            for line in lines
+        ],
+    )
+    for item in plan.inputs:
+        print(f"Model: {item.tasks} ({item.kind}, {item.path})")
+    total = sum(line["bytes"] for line in lines)
+    print(
+        f"Would write {total / 1e9:.3f} GB in {len(files)} files; needs about {needed / 1e6:.0f} MB "
+        f"for {what}."
+    )
+    print(_claim(plan.statement, "Would claim"))
+
+
 def _as_json(report: MergeReport, out: Path) -> dict[str, Any]:
     return {
         "out": str(out),
@@ -102,6 +227,8 @@ def _as_json(report: MergeReport, out: Path) -> dict[str, Any]:
         "base": report.base.model_dump(mode="json"),
         "models": list(report.models),
         "heads": [head.model_dump(mode="json") for head in report.info.heads],
+        "merged": report.merged,
+        "tensors": len(report.tensors),
         "facts": dict(report.facts),
         "claim": report.statement.claim.model_dump(mode="json") if report.statement.claim else None,
         "no_claim": report.statement.no_claim,
@@ -129,38 +256,47 @@ def _checked(how: str | None, when: str | None) -> OwnersChecked | None:
 
 
 def _print(report: MergeReport, out: Path) -> None:
-    from confide.privacy.words import round_up
-
-    settings = "".join(f", {name} {_words(value)}" for name, value in report.parameters.items())
-    merged = sum(line.rule == report.operator for line in report.tensors)
     averaged = sum(line.rule.startswith("mean:") for line in report.tensors)
     others = f"{averaged} averaged, the rest the base's" if averaged else "the rest the base's"
+    merged = report.merged - averaged
     print_table(
-        f"{report.operator}{settings}: {merged} of {len(report.tensors)} tensors merged, {others}",
+        f"{report.operator}{_settings(report.parameters)}: {merged} of {len(report.tensors)} tensors merged, "
+        f"{others}",
         ("head", "labels", "max length"),
         [(head.task, str(len(head.labels)), str(head.max_length)) for head in report.info.heads],
     )
-    claim = report.statement.claim
-    if claim:
-        print(f"Claim: ({round_up(claim.epsilon)}, {round_up(claim.delta, 3)})-DP, {_how(report)}.")
-    else:
-        print(f"No claim: {report.statement.no_claim}")
+    if not report.merged:
+        print("No model changed the encoder: this merge is the base with each model's head.")
+    print(_claim(report.statement, "Claim"))
     print(signed(report.statement))
     print(
         f"Written to {out}; `confide verify {out}` checks everything, `confide privacy card {out}` explains."
     )
 
 
+def _settings(parameters: Any) -> str:
+    return "".join(f", {name} {_words(value)}" for name, value in parameters.items())
+
+
 def _words(value: Any) -> str:
-    if isinstance(value, tuple):
-        return "/".join(f"{each:g}" for each in value)
+    if isinstance(value, tuple | list):
+        return "/".join(_words(each) for each in value)
     return str(value).lower() if isinstance(value, bool | str) else f"{value:g}"
 
 
-def _how(report: MergeReport) -> str:
-    if len(report.statement.spendings) < 2:
+def _claim(statement: Any, word: str) -> str:
+    from confide.privacy.words import round_up
+
+    claim = statement.claim
+    if not claim:
+        return f"No claim: {statement.no_claim}"
+    return f"{word}: ({round_up(claim.epsilon)}, {round_up(claim.delta, 3)})-DP, {_how(statement)}."
+
+
+def _how(statement: Any) -> str:
+    if len(statement.spendings) < 2:
         return "of the one run it rests on"
-    match report.statement.disjoint:
+    match statement.disjoint:
         case None:
             return "composed, because nobody declared that the data sets share no unit"
         case "declared":

@@ -27,7 +27,7 @@ class TensorLine:
     Attributes:
         name: canonical.
         rule: the operator; or why the tensor is the base's own.
-        norm: ‖merged task vector‖, before it is rounded to the base's dtype.
+        norm: ‖merged task vector‖, before it is rounded to the output's dtype.
         cosines: with each model's task vector; None where one of the two is zero.
     """
 
@@ -75,46 +75,61 @@ def merge_arrays(
 
 
 def merge_tensor(
-    vectors: TaskVectors, name: str, rule: Rule, operator: str, note: Callable[[TensorLine], None]
+    vectors: TaskVectors,
+    name: str,
+    rule: Rule,
+    operator: str,
+    note: Callable[[TensorLine], None],
+    dtype: str | None = None,
 ) -> Iterator[Array]:
-    """The merged values of one tensor of the base, piece by piece, in the base's storage form.
+    """The merged values of one tensor of the base, piece by piece, in storage form.
 
     Args:
         vectors: the models; `name` is one of their base's tensors.
         rule: prepared on the same models.
         operator: its name, for the report.
         note: is given the tensor's line after its last piece.
+        dtype: of the pieces; None for the base's.
 
     Raises:
         MergeError: a value that isn't finite, in an input or in the result.
     """
+    dtype = dtype or vectors.base.dtype(name)
+    if why := reason(vectors, name):
+        return _copy(vectors, name, why, note, dtype)
+    return _merge(vectors, name, rule, operator, note, dtype)
+
+
+def reason(vectors: TaskVectors, name: str) -> str | None:
+    """Why a tensor of the merge is the base's own; None if it is merged."""
     if name in vectors.buffers:
-        yield from _copy(vectors, name, "buffer: equal in every model", note)
-    elif name in vectors.absent:
-        yield from _copy(vectors, name, "base: no model has it", note)
-    elif name not in vectors.changed:
-        yield from _copy(vectors, name, "base: no model changed it", note)
-    else:
-        yield from _merge(vectors, name, rule, operator, note)
+        return "buffer: equal in every model"
+    if name in vectors.absent:
+        return "base: no model has it"
+    return None if name in vectors.changed else "base: no model changed it"
 
 
 def _merge(
-    vectors: TaskVectors, name: str, rule: Rule, operator: str, note: Callable[[TensorLine], None]
+    vectors: TaskVectors,
+    name: str,
+    rule: Rule,
+    operator: str,
+    note: Callable[[TensorLine], None],
+    dtype: str,
 ) -> Iterator[Array]:
-    dtype = vectors.base.dtype(name)
     squares, products = np.zeros(vectors.count), np.zeros(vectors.count)
     square = 0.0
     start = 0
     kernel = rule.kernel(name)
     for base, chunk in vectors.chunks(name):
-        here = np.einsum("tn,tn->t", chunk, chunk)
+        here = np.array([row @ row for row in chunk])
         if not np.isfinite(here).all():
             _blame(vectors, name)
         merged = kernel(chunk, start)
         start += base.size
         squares += here
         products += chunk @ merged
-        square += float(np.einsum("n,n->", merged, merged))
+        square += float(merged @ merged)
         merged += base
         written = encode(merged, dtype)
         if not np.isfinite(decode(written, dtype)).all():
@@ -131,16 +146,23 @@ def _merge(
     note(TensorLine(name, dtype, vectors.base.shape(name), rule_name, norm, cosines))
 
 
-def _copy(vectors: TaskVectors, name: str, rule: str, note: Callable[[TensorLine], None]) -> Iterator[Array]:
-    dtype = vectors.base.dtype(name)
+def _copy(
+    vectors: TaskVectors, name: str, rule: str, note: Callable[[TensorLine], None], dtype: str
+) -> Iterator[Array]:
     size = vectors.size(name)
     for start in range(0, size, CHUNK):
         piece = vectors.base.read(name, start, min(start + CHUNK, size))
-        if dtype in FLOATS and not np.isfinite(piece).all():
+        if dtype not in FLOATS:
+            yield piece.astype(STORAGE[dtype])
+            continue
+        if not np.isfinite(piece).all():
             _blame(vectors, name)
-        if dtype == "BF16":
-            piece = encode(piece, dtype)
-        yield piece.astype(STORAGE[dtype])
+        written = encode(piece, dtype)
+        if not np.isfinite(decode(written, dtype)).all():
+            raise MergeError(
+                f"tensor {name} of base {vectors.base.label} holds values that {dtype} can't hold"
+            )
+        yield written
     nothing = (None,) * vectors.count
     note(TensorLine(name, dtype, vectors.base.shape(name), rule, 0.0, nothing))
 

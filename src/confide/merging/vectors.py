@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -16,7 +17,8 @@ from confide.release.tensors import FLOATS, Checkpoint, dtype_of
 CHUNK = 1 << 15
 """Coordinates at a time: small enough that a chunk of several models stays in the cache."""
 
-_VOCABULARY = ("word_embeddings.weight", "tok_embeddings.weight")
+_VOCABULARY = ("word_embeddings.weight", "tok_embeddings.weight", "embed_tokens.weight", "lm_head.weight")
+_LABELS = ("classifier.weight", "classifier.out_proj.weight", "score.weight")
 _UNUSED_BY_SOME_CLASSIFIERS = "pooler."
 
 
@@ -151,6 +153,13 @@ class TaskVectors:
         """How many coordinates a tensor has."""
         return math.prod(self.base.shape(name))
 
+    def only(self, names: Collection[str]) -> TaskVectors:
+        """The same task vectors, restricted to some tensors."""
+        part = copy(self)
+        part.names = tuple(name for name in self.names if name in names)
+        part.__dict__["changed"] = tuple(name for name in self.changed if name in names)
+        return part
+
     @cached_property
     def changed(self) -> tuple[str, ...]:
         """Tensors in which some task vector isn't zero."""
@@ -207,6 +216,8 @@ def _check_same(name: str, base: Weights, model: Weights) -> None:
         words = ""
         if name.endswith(_VOCABULARY) and ours[1:] == theirs[1:]:
             words = f"; the vocabularies have {ours[0]} and {theirs[0]} tokens"
+        elif name.endswith(_LABELS) and ours[1:] == theirs[1:]:
+            words = f"; the label spaces have {ours[0]} and {theirs[0]} labels"
         raise MergeError(
             f"tensor {name} has shape {list(ours)} in {model.label} and {list(theirs)} in base "
             f"{base.label}{words}"

@@ -19,8 +19,6 @@ from functools import lru_cache
 from importlib.metadata import version
 
 from confide.errors import PrivacyError
-from confide.privacy import losses, renyi
-from confide.privacy.distinguisher import epsilon_lower
 from confide.privacy.events import (
     Composed,
     Mechanism,
@@ -63,6 +61,10 @@ def epsilon(event: Mechanism | Composed, delta: float, adjacency: Adjacency = "a
 
 @lru_cache(maxsize=512)
 def _price(event: Composed, delta: float, adjacency: Adjacency) -> Claim:
+    # These load dp-accounting and SciPy, two seconds that a command with nothing to price needn't spend.
+    from confide.privacy import losses, renyi
+    from confide.privacy.distinguisher import epsilon_lower
+
     if any(_silent(part) for part in walk(event)):
         raise PrivacyError("a query has no noise (noise multiplier 0), so no privacy can be claimed")
     if not (losses.has_rule(event) or renyi.has_rule(event)):

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from confide.errors import PrivacyError
 from confide.privacy.accountant import epsilon
-from confide.privacy.distinguisher import epsilon_lower
 from confide.privacy.events import Composed, Mechanism, PoissonGaussian, effective
 from confide.privacy.streams import Adjacency, Budget, Schedule
 
@@ -124,6 +123,8 @@ def smallest_factor(
         PrivacyError: a budget that no factor meets.
     """
     least_sigma = min(_sigmas(event(1.0)))
+
+    from confide.privacy.distinguisher import epsilon_lower  # loads SciPy
 
     def certainly(factor: float, interval: float) -> float:
         return epsilon_lower(event(factor), budget.delta, adjacency, interval)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from confide.privacy.events import queries
 from confide.privacy.meaning import ADVERSARY, NO_ADVERSARY, not_protected, promise
@@ -16,27 +18,34 @@ FILE_NAME = "README.md"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def render(info: ReleaseInfo, statement: Statement, signed_by: str | None = None) -> str:
+def render(
+    info: ReleaseInfo,
+    statement: Statement,
+    signed_by: str | None = None,
+    report: Mapping[str, Any] | None = None,
+) -> str:
     """The card of a release, as Hugging Face reads it: YAML front matter, then Markdown.
 
-    Every word follows from the release format, the statement and the public key that signs it, so the card
+    Every word follows from the release format, the statement, the public key that signs it, and (of a merge)
+    the merge report, so the card
     reveals nothing that they don't.
     """
     merged = info.kind == "merged"
     tasks = ", ".join(head.task for head in info.heads)
     parts = [
-        _front_matter(info, statement),
-        f"# {'Merged encoder' if merged else 'Classifier'}: {tasks}",
+        _front_matter(info, statement, report),
+        f"# {'Merged encoder' if merged else 'Classifier'}: {tasks}" if tasks else "# Merged model",
         _what(info, statement),
-        "## Labels\n\n" + "\n".join(_labels(head) for head in info.heads),
-        "## How to load it\n\n" + (_load_merged(info.heads[0]) if merged else _load_model()),
+        *([_merge(report)] if report else []),
+        *(["## Labels\n\n" + "\n".join(_labels(head) for head in info.heads)] if info.heads else []),
+        "## How to load it\n\n" + (_load_merged(info.heads) if merged else _load_model()),
         "## Privacy\n\n" + _claim(statement, signed_by),
         "## Licence\n\nUnknown: ask whoever made this release. The base model's licence applies too.",
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _front_matter(info: ReleaseInfo, statement: Statement) -> str:
+def _front_matter(info: ReleaseInfo, statement: Statement, report: Mapping[str, Any] | None) -> str:
     lines = [
         "---",
         "library_name: transformers",
@@ -49,11 +58,25 @@ def _front_matter(info: ReleaseInfo, statement: Statement) -> str:
     lines += ["tags:", "- confide"]
     lines += ["- merge"] if info.kind == "merged" else []
     lines += ["- differential-privacy"] if statement.claim else []
+    if report:
+        told = {key: report[key] for key in ("operator", "parameters")}
+        told["models"] = [model["tasks"] for model in report["models"]]
+        lines.append(f"merge: {_yaml(told)}")
+    if claim := statement.claim:
+        lines.append(f"differential_privacy: {_yaml({'epsilon': claim.epsilon, 'delta': claim.delta})}")
     return "\n".join([*lines, "---"])
+
+
+def _yaml(value: Any) -> str:
+    """JSON that YAML 1.1 reads as the same: it takes 1e-06, without a point, for text."""
+    text = json.dumps(value, ensure_ascii=False)
+    return re.sub(r"(?<=[ \[])(-?\d+)(e[-+]\d+)(?=[,\]}])", r"\1.0\2", text)
 
 
 def _what(info: ReleaseInfo, statement: Statement) -> str:
     base = f"`{statement.base.name}` (encoder `{statement.base.hash}`)"
+    if info.kind == "merged" and not info.heads:
+        return f"One model merged from models that were fine-tuned from {base}."
     if info.kind == "merged":
         return (
             f"One encoder merged from models that were fine-tuned from {base}, and a head for each of "
@@ -62,7 +85,20 @@ def _what(info: ReleaseInfo, statement: Statement) -> str:
     return f"A text classifier, fine-tuned from {base}, for one task."
 
 
+def _merge(report: Mapping[str, Any]) -> str:
+    settings = ", ".join(f"{key} {json.dumps(value)}" for key, value in report["parameters"].items())
+    merged = [line for line in report["tensors"] if not line["rule"].startswith(("base:", "buffer:"))]
+    lines = [
+        f"Operator `{report['operator']}`{' with ' + settings if settings else ''} ({report['paper']}). It "
+        f"made {len(merged)} of {len(report['tensors'])} tensors; the others are the base's.",
+        *(f"- {model['tasks']} ({model['kind']})" for model in report["models"]),
+    ]
+    return "## What was merged\n\n" + "\n".join([lines[0], "", *lines[1:]])
+
+
 def _labels(head: Head) -> str:
+    if not head.labels:
+        return f"- **{head.task}**: no classes"
     names = ", ".join(f"`{label}`" for label in head.labels)
     origin = {
         "declared": "declared by the owner of the data",
@@ -85,7 +121,17 @@ def _load_model() -> str:
     )
 
 
-def _load_merged(head: Head) -> str:
+def _load_merged(heads: tuple[Head, ...]) -> str:
+    if not heads:
+        return (
+            "It is a plain model, of the class that `config.json` names:\n\n"
+            "```python\n"
+            "from transformers import AutoModel, AutoTokenizer\n\n"
+            "model = AutoModel.from_pretrained(FOLDER)\n"
+            "tokenizer = AutoTokenizer.from_pretrained(FOLDER)\n"
+            "```"
+        )
+    head = heads[0]
     return (
         "The encoder is a plain one:\n\n"
         "```python\n"
@@ -101,8 +147,9 @@ def _load_merged(head: Head) -> str:
         "model = AutoModelForSequenceClassification.from_pretrained(FOLDER, num_labels=len(labels))\n"
         f'model.load_state_dict(load_file("FOLDER/heads/{head.task}/model.safetensors"), strict=False)\n'
         "```\n\n"
-        "or confide:\n\n"
-        f"```\nconfide evaluate FOLDER --task {head.task}\nconfide verify FOLDER\n```"
+        "or confide, which can also write that model down as a folder that plain transformers loads:\n\n"
+        f"```\nconfide export FOLDER --task {head.task} --out {head.task}\n"
+        f"confide evaluate FOLDER --task {head.task}\nconfide verify FOLDER\n```"
     )
 
 

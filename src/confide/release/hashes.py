@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from confide.errors import ReleaseError
@@ -39,11 +39,22 @@ def encoder_hash(checkpoint: Checkpoint, prefix: str, heads: Collection[str] = (
     Returns:
         `sha256:…`
     """
+    return tensors_hash(checkpoint, encoder_tensors(checkpoint, prefix, heads))
+
+
+def tensors_hash(checkpoint: Checkpoint, tensors: Mapping[str, str]) -> str:
+    """`encoder_hash` of some tensors.
+
+    Args:
+        tensors: canonical name → name in the checkpoint.
+    """
     total = hashlib.sha256(b"confide.encoder/1\n")
-    for name, stored in encoder_tensors(checkpoint, prefix, heads).items():
+    for name, stored in sorted(tensors.items()):
         about = json.dumps([name, checkpoint.dtype(stored), list(checkpoint.shape(stored))])
-        content = hashlib.sha256(checkpoint.raw(stored)).hexdigest()
-        total.update(f"{about} {content}\n".encode())
+        content = hashlib.sha256()
+        for piece in checkpoint.pieces(stored):
+            content.update(piece)
+        total.update(f"{about} {content.hexdigest()}\n".encode())
     return "sha256:" + total.hexdigest()
 
 

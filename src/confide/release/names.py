@@ -101,6 +101,22 @@ def encoder_tensors(checkpoint: Checkpoint, prefix: str, heads: Collection[str] 
     return dict(sorted(found.items()))
 
 
+def offset(names: Collection[str], reference: Collection[str]) -> str:
+    """What stands before a reference's names in another model of the family, such as `model.`; often nothing.
+
+    Args:
+        names: of the other model's tensors, heads left out.
+        reference: the names without it.
+    """
+    known = set(reference)
+    if not known.isdisjoint(names):
+        return ""
+    for prefix in sorted({name.split(".", 1)[0] + "." for name in names}):
+        if any(name.removeprefix(prefix) in known for name in names if name.startswith(prefix)):
+            return prefix
+    return ""
+
+
 def canonical(name: str) -> str:
     """Today's name of an encoder tensor; LayerNorm's `gamma` and `beta` are the names TensorFlow gave."""
     for old, new in _RENAMED:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import os
 import struct
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +45,11 @@ STORAGE: dict[str, np.dtype[Any]] = {
 """numpy dtype that holds each safetensors dtype; bfloat16, which numpy lacks, is held as its 16 bits."""
 
 FLOATS = ("F64", "F32", "F16", "BF16")
+SHARD_SIZE = 5_000_000_000
+"""Largest file of weights in bytes, unless one tensor is larger: what transformers writes too."""
+
 _LONGEST_HEADER = 100 << 20
+_PIECE = 1 << 20
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -59,7 +65,9 @@ class _Entry:
 class Checkpoint:
     """The tensors of one safetensors file, or of a folder that holds one or its shards.
 
-    Nothing is loaded until it is asked for; arrays are views of the mapped file, read-only.
+    Nothing is loaded until it is asked for. Whole tensors are read-only views of the mapped file, whose
+    pages count as this process's memory for as long as the checkpoint lives; pieces (`read`, `pieces`) are
+    copied out of the file and leave nothing behind.
 
     Attributes:
         path: what was opened; messages name it.
@@ -70,11 +78,14 @@ class Checkpoint:
         self.path = path
         self.files = files
         self._maps: list[mmap.mmap] = []
+        self._descriptors: list[int] = []
         self._entries: dict[str, _Entry] = {}
         self._metadata: list[Any] = []
         for number, file in enumerate(files):
-            buffer = _map(file)
+            buffer, descriptor = _map(file)
+            weakref.finalize(self, os.close, descriptor)
             self._maps.append(buffer)
+            self._descriptors.append(descriptor)
             header, data = _header(file, buffer)
             self._metadata.append(header.pop("__metadata__", None))
             for name, entry in _entries(file, header, data, len(buffer), number).items():
@@ -125,11 +136,6 @@ class Checkpoint:
         """How many elements a tensor has."""
         return math.prod(self._entry(name).shape)
 
-    def raw(self, name: str) -> memoryview:
-        """A tensor's bytes as they are in the file: little-endian, row-major."""
-        entry = self._entry(name)
-        return memoryview(self._maps[entry.file])[entry.start : entry.stop]
-
     def stored(self, name: str) -> Array:
         """(size,) view of a tensor in storage form; bfloat16 as uint16."""
         entry = self._entry(name)
@@ -142,8 +148,39 @@ class Checkpoint:
         return decode(self.stored(name), entry.dtype).reshape(entry.shape)
 
     def read(self, name: str, start: int, stop: int) -> Array:
-        """Elements [start, stop) of a flattened tensor; bfloat16 as float32."""
-        return decode(self.stored(name)[start:stop], self._entry(name).dtype)
+        """A copy of elements [start, stop) of a flattened tensor; bfloat16 as float32.
+
+        Raises:
+            ModelError: the file can't be read, or has become shorter.
+        """
+        entry = self._entry(name)
+        stored = np.empty(max(0, min(stop, math.prod(entry.shape)) - start), STORAGE[entry.dtype])
+        self._copy(entry, start * stored.itemsize, stored.view(np.uint8).data)
+        return decode(stored, entry.dtype)
+
+    def pieces(self, name: str) -> Iterator[memoryview]:
+        """A tensor's bytes as they are in the file: little-endian, row-major.
+
+        Each piece is overwritten by the next.
+        """
+        entry = self._entry(name)
+        buffer = memoryview(bytearray(min(_PIECE, entry.stop - entry.start)))
+        for offset in range(0, entry.stop - entry.start, _PIECE):
+            piece = buffer[: entry.stop - entry.start - offset]
+            self._copy(entry, offset, piece)
+            yield piece
+
+    def _copy(self, entry: _Entry, offset: int, out: memoryview) -> None:
+        file = self.files[entry.file]
+        done = 0
+        while done < len(out):
+            try:
+                count = os.preadv(self._descriptors[entry.file], [out[done:]], entry.start + offset + done)
+            except OSError as error:
+                raise ModelError(f"can't read {file}: {error.strerror or error}") from error
+            if count == 0:
+                raise ModelError(f"{file} has become shorter while it was read")
+            done += count
 
     def _entry(self, name: str) -> _Entry:
         try:
@@ -210,7 +247,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Values], metadata: Mapping[s
     offset = 0
     for name in order:
         dtype, shape = _declared(name, tensors[name])
-        length = math.prod(shape) * STORAGE[dtype].itemsize
+        length = _length(dtype, shape)
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + length]}
         offset += length
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
@@ -226,8 +263,56 @@ def write_tensors(path: Path, tensors: Mapping[str, Values], metadata: Mapping[s
                     raise ModelError(f"tensor {name}: values of {part.dtype} given for dtype {dtype}")
                 written += part.nbytes
                 file.write(np.ascontiguousarray(part).data)
-            if written != math.prod(shape) * STORAGE[dtype].itemsize:
+            if written != _length(dtype, shape):
                 raise ModelError(f"tensor {name}: {written} bytes given for shape {list(shape)} of {dtype}")
+
+
+def write_shards(folder: Path, tensors: Mapping[str, Values], limit: int = SHARD_SIZE) -> tuple[str, ...]:
+    """Write a model's weights as transformers reads them: one file, or shards and their index.
+
+    Args:
+        folder: gets `model.safetensors`, or `model-00001-of-0000N.safetensors`, … and the index.
+        tensors: as in `write_tensors`; computed in the order of their names.
+        limit: largest file in bytes; a tensor that is larger has a shard of its own.
+
+    Returns:
+        Names of the files of weights.
+    """
+    shards = plan_shards({name: _declared(name, values) for name, values in tensors.items()}, limit)
+    for file, names in shards.items():
+        write_tensors(folder / file, {name: tensors[name] for name in names})
+    if len(shards) > 1:
+        total = sum(_length(*_declared(name, values)) for name, values in tensors.items())
+        placed = {name: file for file, names in shards.items() for name in names}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return tuple(shards)
+
+
+def plan_shards(about: Mapping[str, tuple[str, tuple[int, ...]]], limit: int) -> dict[str, tuple[str, ...]]:
+    """Which tensors go into which file: in the order of their names, a new shard where one is full.
+
+    Args:
+        about: dtype and shape by name.
+        limit: largest file in bytes.
+    """
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name in sorted(about):
+        length = _length(*about[name])
+        if shards[-1] and filled + length > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += length
+    if len(shards) == 1:
+        return {WEIGHTS: tuple(shards[0])}
+    count = len(shards)
+    return {f"model-{i:05}-of-{count:05}.safetensors": tuple(names) for i, names in enumerate(shards, 1)}
+
+
+def _length(dtype: str, shape: tuple[int, ...]) -> int:
+    return math.prod(shape) * STORAGE[dtype].itemsize
 
 
 def _declared(name: str, values: Values) -> tuple[str, tuple[int, ...]]:
@@ -289,11 +374,15 @@ def _refuse_pickle(file: Path) -> str:
     )
 
 
-def _map(file: Path) -> mmap.mmap:
-    with open(file, "rb") as handle:
-        if handle.seek(0, 2) < 8:
-            raise ModelError(f"{file} is not a safetensors file, or is truncated: it has no header")
-        return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+def _map(file: Path) -> tuple[mmap.mmap, int]:
+    """The mapped file, and a descriptor of it that the caller closes."""
+    try:
+        with open(file, "rb") as handle:
+            if handle.seek(0, 2) < 8:
+                raise ModelError(f"{file} is not a safetensors file, or is truncated: it has no header")
+            return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ), os.dup(handle.fileno())
+    except OSError as error:
+        raise ModelError(f"can't read {file}: {error.strerror or error}") from error
 
 
 def _header(file: Path, buffer: mmap.mmap) -> tuple[dict[str, Any], int]:
@@ -320,7 +409,7 @@ def _entries(file: Path, header: dict[str, Any], data: int, end: int, number: in
             raise ModelError(f"{file}: the header's entry for tensor {name} can't be read") from None
         if dtype not in STORAGE:
             raise ModelError(f"{file}: tensor {name} has dtype {dtype}, which confide doesn't read")
-        if min(shape, default=0) < 0 or stop - start != math.prod(shape) * STORAGE[dtype].itemsize:
+        if min(shape, default=0) < 0 or stop - start != _length(dtype, shape):
             raise ModelError(
                 f"{file}: tensor {name} of shape {list(shape)} doesn't fit its place in the file"
             )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
+import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from confide import files
 from confide.errors import ReleaseError
@@ -43,7 +44,7 @@ PROVENANCE: Mapping[str, str] = {
     format.FILE_NAME: "The owner's settings: task, labels, metric, length; names of the head's tensors.",
     statements.FILE_NAME: "The schedule, declared constants of the data, the claim, hashes of the files.",
     MERGE_REPORT: "Computed from the released weights of the inputs and the base, and from nothing else.",
-    card.FILE_NAME: "Written from confide.json and statement.json.",
+    card.FILE_NAME: "Written from confide.json, statement.json and merge-report.json.",
 }
 """Every file that a release may hold, as a pattern, and where its content comes from. Nothing else leaves."""
 
@@ -103,7 +104,8 @@ def write_release(
         save(side)
         files.write_json(side / format.FILE_NAME, info.model_dump(mode="json"))
         signed_by = public_text(key) if key else None
-        files.write_text(side / card.FILE_NAME, card.render(info, statement, signed_by))
+        text = card.render(info, statement, signed_by, _merge_report(side))
+        files.write_text(side / card.FILE_NAME, text)
         hashes = {name: file_hash(side / name) for name in _listed(side) if name != statements.FILE_NAME}
         written = {
             "weights": {name: value for name, value in hashes.items() if _is_weights(name)},
@@ -116,6 +118,11 @@ def write_release(
         check_names(side)
         check_tensors(side, info)
     return statement
+
+
+def _merge_report(folder: Path) -> Any:
+    file = folder / MERGE_REPORT
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
 
 
 def verify(folder: Path) -> Statement:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from confide.errors import MergeError
 from confide.merging.operators.parameters import Choice, Number, PerModel
 from confide.merging.operators.specification import Kernel, Rule, Vector, operator
 from confide.merging.selection import OrderStatistic, magnitudes, order_statistics
@@ -144,6 +145,12 @@ def _trim(
         Choice("merge", "mean", ("mean", "sum"), "What becomes of the entries that agree."),
         PerModel("weights", 1.0, -math.inf, math.inf, "Factors of the trimmed entries, before the election."),
         Choice("zero_sum", "majority", ("majority", "plus"), "The sign elected where the entries cancel."),
+        Choice(
+            "equal",
+            "all",
+            ("all", "first"),
+            "Which of the entries that equal a tensor's own threshold are kept.",
+        ),
     ),
 )
 def ties(
@@ -154,17 +161,20 @@ def ties(
     merge: str,
     weights: Vector,
     zero_sum: str,
+    equal: str,
 ) -> Rule:
     """Look up the thresholds of all models and the sign that most coordinates elect."""
     factors = None if (weights == 1).all() else weights
     trained = sum(vectors.size(name) for name in vectors.changed)
     if trim == "global":
-        own, kept = _thresholds(vectors, vectors.changed, density, 0)
+        if equal == "first":
+            raise MergeError("equal 'first' of operator ties needs trim 'per-tensor'")
+        own, kept, _ = _thresholds(vectors, vectors.changed, density, 0)
         thresholds: Thresholds = dict.fromkeys(vectors.changed, own)
     else:
         found = {name: _thresholds(vectors, [name], density, 1) for name in vectors.changed}
-        thresholds = {name: own for name, (own, _) in found.items()}
-        kept = [sum(counts) for counts in zip(*(counts for _, counts in found.values()), strict=True)]
+        thresholds = {name: own for name, (own, _, _) in found.items()}
+        kept = [sum(counts) for counts in zip(*(counts for _, counts, _ in found.values()), strict=True)]
     majority, cancelled = 1, 0
     if zero_sum == "majority":
         alone = vectors.count == 1
@@ -182,30 +192,56 @@ def ties(
     scratch = Scratch(vectors.count, CHUNK)
 
     def of_tensor(name: str) -> Kernel:
-        return lambda chunk, start: disjoint_merge(
-            chunk, thresholds[name], majority, scale, scratch, factors, merge == "mean"
-        )
+        left = list(found[name][2]) if equal == "first" else []
+
+        def kernel(chunk: Vector, start: int) -> Vector:
+            if left:
+                chunk = _first_equal(chunk, thresholds[name], left)
+            return disjoint_merge(chunk, thresholds[name], majority, scale, scratch, factors, merge == "mean")
+
+        return kernel
 
     return Rule(of_tensor, facts)
 
 
+def _first_equal(vectors: Vector, thresholds: Sequence[float], left: list[int]) -> Vector:
+    """The task vectors, without the entries that equal a threshold and come after the first `left` of them.
+
+    Args:
+        left: how many may still come, by model; what is used here is taken off.
+    """
+    scratch = np.empty(vectors.shape[1], np.float32)
+    rest = vectors
+    for number, (entries, threshold) in enumerate(zip(vectors, thresholds, strict=True)):
+        places = np.flatnonzero(magnitudes(entries, scratch) == np.float32(threshold))
+        if len(places) > left[number]:
+            rest = vectors.copy() if rest is vectors else rest
+            rest[number, places[left[number] :]] = 0
+        left[number] = max(0, left[number] - len(places))
+    return rest
+
+
 def _thresholds(
     vectors: TaskVectors, names: Sequence[str], density: Vector, more: int
-) -> tuple[list[float], list[int]]:
-    """Each model's threshold over some tensors, and how many entries it keeps.
+) -> tuple[list[float], list[int], list[int]]:
+    """Each model's threshold over some tensors, how many entries it keeps, and room for how many equal ones.
 
     The k-th smallest magnitude, k = d − int(d·density) + more. The paper keeps it besides the int(d·density)
-    larger ones (more = 0); mergekit doesn't (more = 1).
+    larger ones (more = 0); mergekit doesn't, and keeps one entry at least (more = 1). Room: where not all
+    entries that equal the threshold are kept, but exactly as many as the density says.
     """
     size = sum(vectors.size(name) for name in names)
-    ranks = [size - int(size * each) + more for each in density]
+    wanted = [max(more, int(size * each)) for each in density]
+    ranks = [size - count + more for count in wanted]
     inside = [[k] if 1 <= k <= size and part > 0 else [] for k, part in zip(ranks, density, strict=True)]
-    thresholds, kept = [], []
+    thresholds, kept, room = [], [], []
     everything = OrderStatistic(0.0, size, 0)
-    for k, own, part in zip(ranks, order_statistics(vectors, names, inside), density, strict=True):
+    statistics = order_statistics(vectors, names, inside)
+    for k, own, part, most in zip(ranks, statistics, density, wanted, strict=True):
         found = own[0] if own else everything
         nothing = part == 0 or k > size
         thresholds.append(_KEEP_NOTHING if nothing else found.value)
         count = found.above + (found.equal if found.value > 0 or not own else 0)
         kept.append(0 if nothing else count)
-    return thresholds, kept
+        room.append(max(0, most - found.above))
+    return thresholds, kept, room

@@ -1,0 +1,89 @@
+"""One task of a merge as a whole model, which plain transformers loads without knowing of merges."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from confide import files
+from confide.errors import ReleaseError
+from confide.privacy.statement import Statement
+from confide.release import format
+from confide.release.tensors import SHARD_SIZE, STORAGE, Array, Checkpoint, Values, write_shards
+from confide.release.write import TOKENIZER_FILES, verify, write_release
+
+_PIECE = 1 << 20
+_CLASSIFIERS = {
+    "albert": "AlbertForSequenceClassification",
+    "bert": "BertForSequenceClassification",
+    "camembert": "CamembertForSequenceClassification",
+    "deberta": "DebertaForSequenceClassification",
+    "deberta-v2": "DebertaV2ForSequenceClassification",
+    "distilbert": "DistilBertForSequenceClassification",
+    "electra": "ElectraForSequenceClassification",
+    "modernbert": "ModernBertForSequenceClassification",
+    "mpnet": "MPNetForSequenceClassification",
+    "roberta": "RobertaForSequenceClassification",
+    "xlm-roberta": "XLMRobertaForSequenceClassification",
+}
+
+
+def export(
+    folder: Path, task: str | None, out: Path, *, overwrite: bool = False, shard_size: int = SHARD_SIZE
+) -> Statement:
+    """Write one task of a merge as a model of its own: body and head under the classifier's names.
+
+    It is computed from the merge alone, so it claims what the merge claims.
+
+    Args:
+        folder: a merge.
+        task: which head; may be left out when there is only one.
+        out: the folder to make.
+        overwrite: swap out a folder that is there.
+        shard_size: largest file of weights in bytes.
+
+    Raises:
+        ReleaseError: not a merge, altered, no such head; `out` exists or can't be written.
+        PrivacyError: no valid statement.
+    """
+    folder = Path(folder)
+    info = format.read(folder)
+    if info.kind != "merged":
+        raise ReleaseError(f"{folder} is one task's model already; copy it")
+    statement = verify(folder)
+    head = info.head(task) if task is not None else info.only_head()
+    body, own = Checkpoint.open(folder), Checkpoint.open(folder / "heads" / head.task / format.WEIGHTS)
+    tensors: dict[str, Values] = {info.encoder_prefix + name: _stored(body, name) for name in body.names}
+    tensors |= {name: _stored(own, name) for name in own.names}
+
+    def save(side: Path) -> None:
+        write_shards(side, tensors, shard_size)
+        files.write_json(side / "config.json", _config(folder, head))
+        for name in TOKENIZER_FILES:
+            if (folder / name).exists():
+                shutil.copyfile(folder / name, side / name)
+
+    whole = format.ReleaseInfo(kind="model", encoder_prefix=info.encoder_prefix, heads=(head,))
+    return write_release(Path(out), save=save, info=whole, statement=statement, overwrite=overwrite)
+
+
+def _stored(checkpoint: Checkpoint, name: str) -> Values:
+    def pieces() -> Iterator[Array]:
+        for piece in checkpoint.pieces(name):
+            yield np.frombuffer(piece, STORAGE[checkpoint.dtype(name)])
+
+    return checkpoint.dtype(name), checkpoint.shape(name), pieces()
+
+
+def _config(folder: Path, head: format.Head) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if head.labels:
+        config["id2label"] = {str(number): label for number, label in enumerate(head.labels)}
+        config["label2id"] = {label: number for number, label in enumerate(head.labels)}
+    classifier = _CLASSIFIERS.get(str(config.get("model_type")))
+    return {**config, "architectures": [classifier]} if classifier and head.labels else config
