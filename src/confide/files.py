@@ -50,6 +50,29 @@ def new_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
         shutil.rmtree(side, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """Yield the name of a side file that becomes `path` only if the block succeeds.
+
+    Raises:
+        ReleaseError: `path` exists, or it can't be written.
+    """
+    path = Path(path)
+    if path.exists():
+        raise ReleaseError(f"{path} exists already; choose another name or remove it first")
+    side = path.parent / f".{path.name}.{secrets.token_hex(4)}.partial"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield side
+        _sync(side)
+        side.replace(path)
+    except OSError as error:
+        raise ReleaseError(f"can't write {path}: {error.strerror or error}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            side.unlink()
+
+
 def write_text(path: Path, text: str) -> None:
     """Write `text` to `path` atomically (a reader sees the old file or the new one, never a part)."""
     path = Path(path)
@@ -76,8 +99,12 @@ def write_json(path: Path, value: Any) -> None:
 def _sync_tree(folder: Path) -> None:
     for file in folder.rglob("*"):
         if file.is_file():
-            descriptor = os.open(file, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            _sync(file)
+
+
+def _sync(file: Path) -> None:
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
