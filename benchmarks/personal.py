@@ -26,18 +26,16 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
 import numpy as np
 
-LARGEST = 1000  # test records a task, as the quickstart takes
 
-
-def score(release: Path, task: str) -> float:
+def score(release: Path, task: str, records: int) -> float:
     """The task's metric in percent."""
     import confide
 
     model = confide.load(release, task=task)
-    return 100 * model.score(confide.test_records(model.head).limit(LARGEST, 0))
+    return 100 * model.score(confide.test_records(model.head).limit(records, 0))
 
 
-def table(run: Path, method: str, budgets: list[float], folder: Path) -> list[dict[str, Any]]:
+def table(run: Path, method: str, budgets: list[float], records: int, folder: Path) -> list[dict[str, Any]]:
     """One row a variant: what it is, bytes of its files as a part of the base, residual lost, scores."""
     from confide.merging.personal.apply import apply
     from confide.merging.personal.pack import pack
@@ -45,11 +43,12 @@ def table(run: Path, method: str, budgets: list[float], folder: Path) -> list[di
     merged = run / f"merged/{method}-ties-seed-0"
     models = {path.name: path for path in sorted((run / f"models/{method}/seed-0").iterdir())}
     rows: list[dict[str, Any]] = [
-        {"what": "merge (TIES)", "percent": 0.0, "lost": 1.0} | {task: score(merged, task) for task in models}
+        {"what": "merge (TIES)", "percent": 0.0, "lost": 1.0}
+        | {task: score(merged, task, records) for task in models}
     ]
     known: dict[str, float] = {}
     for budget in budgets:
-        row: dict[str, Any] = {"what": f"personal, budget {100 * budget:g} %"}
+        row: dict[str, Any] = {"what": f"personal, budget {100 * budget:g} %", "percent": 0.0, "lost": 0.0}
         sizes, lost = [], []
         for task, model in models.items():
             file = folder / f"{task}-{budget}.personal"
@@ -57,12 +56,12 @@ def table(run: Path, method: str, budgets: list[float], folder: Path) -> list[di
             key = packed.about.statement.weights["personal"]
             if key not in known:
                 apply(merged, file, out=folder / f"{task}-{budget}")
-                known[key] = score(folder / f"{task}-{budget}", task)
+                known[key] = score(folder / f"{task}-{budget}", task, records)
             row[task] = known[key]
             sizes.append(100 * packed.size / packed.base_size)
             lost.append(packed.error)
         rows.append(row | {"percent": max(sizes), "lost": float(np.mean(lost))})
-    own = {task: score(model, task) for task, model in models.items()}
+    own = {task: score(model, task, records) for task, model in models.items()}
     rows.append({"what": "own model", "percent": 100.0, "lost": 0.0} | own)
     return rows
 
@@ -70,7 +69,7 @@ def table(run: Path, method: str, budgets: list[float], folder: Path) -> list[di
 def speed() -> list[dict[str, Any]]:
     """Seconds on this thread to choose and code tensors of BERT base's shapes, and what the codes lose."""
     from confide.merging.personal.factors import factors, spectrum
-    from confide.merging.personal.residual import decode, encode
+    from confide.merging.personal.residual import array, encode
 
     random = np.random.default_rng(0)
     shapes = {(30522, 768): 1, (512, 768): 1, (768, 768): 48, (3072, 768): 12, (768, 3072): 12}
@@ -83,7 +82,7 @@ def speed() -> list[dict[str, Any]]:
         taken = time.process_time() - start
         left, values, right = factors(residual, min(shape) // 10)
         exact = (left * values) @ right.T
-        near = decode(coded).array()
+        near = array([coded])
         rows.append(
             {
                 "shape": list(shape),
@@ -103,6 +102,7 @@ def main() -> None:
     parser.add_argument("run", type=Path, nargs="?", help="folder of `confide run`")
     parser.add_argument("--method", default="dp-merging")
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.0025, 0.005, 0.01, 0.02])
+    parser.add_argument("--records", type=int, default=1000, help="test records a task, at most")
     parser.add_argument("--speed", action="store_true")
     parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args()
@@ -114,7 +114,7 @@ def main() -> None:
         rows = speed()
     else:
         with tempfile.TemporaryDirectory() as folder:
-            rows = table(chosen.run, chosen.method, chosen.budgets, Path(folder))
+            rows = table(chosen.run, chosen.method, chosen.budgets, chosen.records, Path(folder))
     if chosen.json:
         print(json.dumps({"rows": rows, "versions": versions}))
         return

@@ -74,7 +74,7 @@ def pack(
                 str(file),
                 str(packed.size),
                 f"{100 * packed.size / packed.base_size:.3f}",
-                f"{len(packed.about.parts)} of {len(packed.changed)}",
+                f"{len({part.name for part in packed.about.parts})} of {len(packed.changed)}",
                 f"{100 * packed.error:.1f}",
             )
             for file, packed in results.items()
@@ -98,7 +98,7 @@ def unpack(
         print_json(about.model_dump(mode="json", by_alias=True))
         return
     print_table(
-        f"{about.head.task}: {len(about.parts)} tensors differ from merge {about.merge}",
+        f"{about.head.task}: layers of the residual to merge {about.merge}",
         ("tensor", "shape", "rows coded", "rank"),
         [
             (

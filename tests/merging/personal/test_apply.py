@@ -13,7 +13,7 @@ from confide.merging.personal import apply as module
 from confide.merging.personal import file
 from confide.merging.personal.apply import apply, fuse, unpack
 from confide.merging.personal.pack import pack
-from confide.merging.personal.residual import decode
+from confide.merging.personal.residual import array
 from confide.models.releases import load_release
 from confide.privacy import composition
 from confide.release.tensors import Checkpoint
@@ -36,8 +36,8 @@ def plus(merged: Path, parts: list[tuple[float, Path]]) -> Arrays:
     """The merge plus weighted residuals, by plain arithmetic."""
     result = arrays(merged)
     for weight, path in parts:
-        for name, coded in file.read(path).coded.items():
-            result[name] = result[name] + weight * decode(coded).array()
+        for name, layers in file.read(path).layers.items():
+            result[name] = result[name] + weight * array(layers)
     return result
 
 
@@ -138,9 +138,9 @@ def test_an_unseen_task(base: Path, merged: Path, packed: Releases, tmp_path: Pa
 def test_unpack(packed: Releases, releases: Releases, tmp_path: Path) -> None:
     read = unpack(packed[0], out=tmp_path / "residual.safetensors")
     found = arrays(tmp_path / "residual.safetensors")
-    assert set(found) == {*read.coded, "classifier.weight", "classifier.bias"}
-    for name, coded in read.coded.items():
-        np.testing.assert_allclose(found[name], decode(coded).array(), rtol=1e-5, atol=1e-8)
+    assert set(found) == {*read.layers, "classifier.weight", "classifier.bias"}
+    for name, layers in read.layers.items():
+        np.testing.assert_allclose(found[name], array(layers), rtol=1e-5, atol=1e-8)
     np.testing.assert_array_equal(found["classifier.bias"], arrays(releases[0])["classifier.bias"])
     with pytest.raises(ReleaseError, match="exists already"):
         unpack(packed[0], out=tmp_path / "residual.safetensors")
@@ -182,7 +182,7 @@ def test_values_that_the_dtype_cannot_hold(base: Path, tmp_path: Path) -> None:
     releases += [build(tmp_path / "near", half, "near", dtype="F16", change=near)]
     merged = tmp_path / "merged"
     merge(releases[1:], base=half, operator="average", out=merged)
-    pack(merged, releases[0], out=tmp_path / "p", budget=0.9)
+    pack(merged, releases[0], out=tmp_path / "p", budget=0.2)
     with pytest.raises(MergeError, match=r"layer\.0\.output\.dense\.bias.*F16"):
         apply(merged, tmp_path / "p", out=tmp_path / "out")
     assert not (tmp_path / "out").exists()

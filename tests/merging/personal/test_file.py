@@ -44,7 +44,8 @@ def rewritten(packed: Path, path: Path, change: Callable[[dict[str, Any], Conten
 
 def test_round_trip(packed: Path, tmp_path: Path) -> None:
     read = file.read(packed)
-    again = file.write(tmp_path / "again", read.about, list(read.coded.values()), read.heads)
+    coded = [one for layers in read.layers.values() for one in layers]
+    again = file.write(tmp_path / "again", read.about, coded, read.heads)
     assert again == read.about
     assert (tmp_path / "again").read_bytes() == packed.read_bytes()
     # A forgery that changes nothing is the file itself, so the helper forges well.
@@ -93,6 +94,11 @@ def put(name: str, value: Any) -> Callable[[dict[str, Any], Contents], None]:
     return change
 
 
+def two_shapes(about: dict[str, Any], contents: Contents) -> None:
+    last = about["parts"][-1]
+    about["parts"].append(last | {"shape": [last["shape"][0] + 1, *last["shape"][1:]]})
+
+
 def cheaper(about: dict[str, Any], contents: Contents) -> None:
     about["statement"]["claim"]["epsilon"] /= 2
 
@@ -104,7 +110,8 @@ def cheaper(about: dict[str, Any], contents: Contents) -> None:
         (lambda a, c: a.update(colour="red"), MergeError, "colour"),
         (lambda a, c: a.pop("merge"), MergeError, "merge"),
         (lambda a, c: a["parts"].reverse(), MergeError, "sorted"),
-        (lambda a, c: a["parts"].append(a["parts"][-1]), MergeError, "twice"),
+        (lambda a, c: a["parts"].append(a["parts"][-1]), MergeError, "doesn't fit the ranks"),
+        (two_shapes, MergeError, "different shapes"),
         (set_part(rows=10**6), MergeError, "rows"),
         (set_part(shape=[-1, 3]), MergeError, "parts.0"),
         (lambda a, c: a["parts"].pop(), MergeError, "doesn't fit the ranks"),

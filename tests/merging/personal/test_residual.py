@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from confide.merging.personal.factors import factors
-from confide.merging.personal.residual import Part, decode, encode, matrix, touched
+from confide.merging.personal.residual import Part, array, blocks, encode, matrix, touched
 
 
 def reference_codes(values: np.ndarray) -> np.ndarray:
@@ -39,7 +39,7 @@ def reference(residual: np.ndarray, rank: int) -> np.ndarray:
 def test_a_matrix_is_the_papers(shape: tuple[int, int], rank: int) -> None:
     residual = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     coded = encode("w", residual, rank)
-    np.testing.assert_allclose(decode(coded).array(), reference(residual, rank), atol=1e-6)
+    np.testing.assert_allclose(array([coded]), reference(residual, rank), atol=1e-6)
     bits = 2 * (shape[0] + shape[1]) * rank
     assert coded.codes.nbytes == -(-2 * shape[0] * rank // 8) + -(-2 * shape[1] * rank // 8)
     assert coded.codes.nbytes * 8 - bits < 16
@@ -49,14 +49,14 @@ def test_a_matrix_is_the_papers(shape: tuple[int, int], rank: int) -> None:
 def test_a_vector_is_the_papers() -> None:
     residual = np.random.default_rng(1).normal(size=37).astype(np.float32)
     coded = encode("b", residual, None)
-    np.testing.assert_allclose(decode(coded).array(), reference_codes(residual.astype(float)), rtol=1e-6)
+    np.testing.assert_allclose(array([coded]), reference_codes(residual.astype(float)), rtol=1e-6)
     assert (coded.codes.nbytes, coded.scales.size, coded.values.size) == (10, 4, 0)
 
 
 def test_the_codes_keep_the_norm_of_gaussian_factors() -> None:
     residual = np.random.default_rng(2).normal(size=(300, 200)).astype(np.float32)
     left, values, right = factors(residual, 20)
-    near = decode(encode("w", residual, 20)).array()
+    near = array([encode("w", residual, 20)])
     exact = left * values @ right.T
     assert np.linalg.norm(near) / np.linalg.norm(exact) == pytest.approx(1, abs=0.01)
     assert np.linalg.norm(near - exact) / np.linalg.norm(exact) == pytest.approx(0.53, abs=0.01)
@@ -69,9 +69,9 @@ def test_rows_that_nobody_touched_stay_zero(rank: int | None) -> None:
     residual[rows] = np.random.default_rng(3).normal(size=(4, 5))
     coded = encode("e", residual, rank)
     assert (coded.part.rows, coded.bitmap.nbytes) == (4, 3)
-    near = decode(coded).array()
+    near = array([coded])
     assert np.flatnonzero(near.any(1)).tolist() == rows
-    np.testing.assert_array_equal(near[rows], decode(encode("e", residual[rows], rank)).array())
+    np.testing.assert_array_equal(near[rows], array([encode("e", residual[rows], rank)]))
 
 
 @settings(deadline=None)
@@ -90,11 +90,11 @@ def test_every_shape_in_blocks(shape: list[int], seed: int, rows: int, sparse: b
         assert coded.bitmap.nbytes == lengths.bitmap
         assert coded.codes.nbytes == lengths.codes
         assert (coded.scales.size, coded.values.size) == (lengths.scales, lengths.values)
-        whole = decode(coded).array()
+        whole = array([coded])
         assert whole.shape == residual.shape
         assert not whole.reshape(len(touched(residual)), -1)[~touched(residual)].any()
-        blocks = np.concatenate(list(decode(coded).blocks(rows)))
-        np.testing.assert_allclose(blocks, whole.reshape(-1), rtol=1e-4, atol=1e-5)
+        pieces = np.concatenate(list(blocks([(0.5, coded), (2.0, coded)], rows)))
+        np.testing.assert_allclose(pieces, 2.5 * whole.reshape(-1), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,13 @@ from confide.errors import MergeError
 from confide.merging.personal import file
 from confide.merging.personal.file import Heads, PersonalFile
 from confide.merging.personal.inputs import Opened, check_base, composed, open_merge, open_model
-from confide.merging.personal.residual import Coded, Decoded, decode
+from confide.merging.personal.residual import Coded, blocks
 from confide.merging.personal.similarity import normalised
 from confide.merging.vectors import CHUNK
 from confide.privacy.statement import Statement
 from confide.release import format
 from confide.release.format import Head, ReleaseInfo
-from confide.release.tensors import FLOATS, encode, write_tensors
+from confide.release.tensors import FLOATS, Values, encode, write_tensors
 from confide.release.tensors import decode as values_of
 from confide.release.write import TOKENIZER_FILES, write_release
 
@@ -131,18 +131,19 @@ def unpack(personal: Path, *, out: Path) -> PersonalFile:
         ReleaseError: `out` exists or can't be written.
     """
     read = file.read(personal)
+    tensors: dict[str, Values] = {
+        name: ("F32", layers[0].part.shape, _single(layers)) for name, layers in read.layers.items()
+    }
+    for name, (dtype, shape, stored) in read.heads.items():
+        tensors[name] = (dtype, shape, [stored])
     with files.new_file(Path(out)) as side:
-        write_tensors(
-            side,
-            {
-                **{
-                    name: ("F32", item.part.shape, decode(item).blocks(_block_rows(item.part.width)))
-                    for name, item in read.coded.items()
-                },
-                **{name: (dtype, shape, [stored]) for name, (dtype, shape, stored) in read.heads.items()},
-            },
-        )
+        write_tensors(side, tensors)
     return read
+
+
+def _single(layers: Sequence[Coded]) -> Iterator[npt.NDArray[np.float32]]:
+    for total in blocks([(1.0, coded) for coded in layers], _block_rows(layers[0].part.width)):
+        yield total.astype(np.float32)
 
 
 def _check_belongs(merge: Opened, personal: Sequence[PersonalFile]) -> None:
@@ -176,12 +177,12 @@ def _write(
     statement: Statement,
 ) -> Statement:
     def save(folder: Path) -> None:
-        tensors: dict[str, Any] = {
+        tensors: dict[str, Values] = {
             prefix + name: (
                 merge.weights.dtype(name),
                 merge.weights.shape(name),
                 _values(
-                    merge, name, [(w, item.coded[name]) for w, item in personal if w and name in item.coded]
+                    merge, name, [(w, c) for w, item in personal if w for c in item.layers.get(name, ())]
                 ),
             )
             for name in merge.weights.names
@@ -203,20 +204,16 @@ def _write(
     )
 
 
-def _values(merge: Opened, name: str, residuals: Sequence[tuple[float, Coded]]) -> Iterator[npt.NDArray[Any]]:
+def _values(merge: Opened, name: str, layers: Sequence[tuple[float, Coded]]) -> Iterator[npt.NDArray[Any]]:
     """One tensor of the model in storage form, some rows at a time."""
-    if not residuals:
+    if not layers:
         yield merge.checkpoint.stored(merge.weights.stored[name])
         return
     dtype = merge.weights.dtype(name)
-    decoded: list[tuple[float, Decoded]] = [(weight, decode(coded)) for weight, coded in residuals]
-    rows = _block_rows(decoded[0][1].part.width)
     start = 0
-    for blocks in zip(*(item.blocks(rows) for _, item in decoded), strict=True):
-        stop = start + blocks[0].size
-        total = merge.weights.read(name, start, stop).astype(np.float64)
-        for (weight, _), block in zip(decoded, blocks, strict=True):
-            total += weight * block
+    for total in blocks(layers, _block_rows(layers[0][1].part.width)):
+        stop = start + total.size
+        total += merge.weights.read(name, start, stop)
         written = encode(total, dtype)
         if not np.isfinite(values_of(written, dtype)).all():
             raise MergeError(f"tensor {name}: the residual gives values that {dtype} can't hold")

@@ -50,7 +50,7 @@ class About(BaseModel):
         description: what the task is about, in public words; compares it with unseen tasks.
         merge: hash of the merged encoder that the residual is relative to.
         absent: tensors of that encoder that the task's classifier doesn't have.
-        parts: every tensor that is coded, sorted by name.
+        parts: every tensor that is coded, sorted by name; one that is there again adds a layer.
         statement: of the merge and the task's model together; its base is theirs.
     """
 
@@ -78,13 +78,13 @@ class PersonalFile:
     Attributes:
         path: where it is.
         about: its description.
-        coded: residuals by tensor name.
+        layers: coded residuals by tensor name; what a tensor gains is their sum.
         heads: the head's tensors.
     """
 
     path: Path
     about: About
-    coded: Mapping[str, Coded]
+    layers: Mapping[str, tuple[Coded, ...]]
     heads: Heads
 
 
@@ -154,14 +154,16 @@ def read(path: Path) -> PersonalFile:
     if about.statement.weights != {WEIGHTS: _content(about, raw)}:
         raise MergeError(f"{path} was changed after its statement was written")
     check(about.statement)
-    coded = {item.part.name: item for item in _split(path, about, checkpoint)}
+    layers: dict[str, tuple[Coded, ...]] = {}
+    for item in _split(path, about, checkpoint):
+        layers[item.part.name] = (*layers.get(item.part.name, ()), item)
     for name in (*heads.values(), "scales", "values"):
         if checkpoint.dtype(name) in FLOATS and not np.isfinite(checkpoint.numpy(name)).all():
             raise MergeError(f"tensor {name} of {path} holds values that aren't finite (NaN or ∞)")
     return PersonalFile(
         path,
         about,
-        coded,
+        layers,
         {
             name: (checkpoint.dtype(stored), checkpoint.shape(stored), checkpoint.stored(stored))
             for name, stored in heads.items()
@@ -187,10 +189,10 @@ def _read_about(path: Path, checkpoint: Checkpoint) -> About:
     except ValueError:
         raise MergeError(f"{path} is no valid personal file: {_ABOUT} isn't JSON") from None
     names = [part.name for part in about.parts]
-    if names != sorted(set(names)):
-        raise MergeError(
-            f"{path} is no valid personal file: its tensors aren't sorted, or one is listed twice"
-        )
+    if names != sorted(names):
+        raise MergeError(f"{path} is no valid personal file: its tensors aren't sorted by name")
+    if len({(part.name, part.shape) for part in about.parts}) != len(set(names)):
+        raise MergeError(f"{path} is no valid personal file: two layers of a tensor have different shapes")
     return about
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,12 @@ from confide.merging.personal.factors import spectrum
 from confide.merging.personal.file import About
 from confide.merging.personal.inputs import check_base, composed, open_merge, open_model
 from confide.merging.personal.ranks import Candidate, choose
-from confide.merging.personal.residual import Coded, Part, decode, encode, matrix, touched
+from confide.merging.personal.residual import Coded, Part, array, encode, matrix, touched
 from confide.merging.vectors import CHUNK, TaskVectors
 
 BUDGET = 0.01
+CLOSE = 0.05
+"""No layer is added once less than this part of the residual's norm is missing."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ def pack(
     """Write the personal file of one task: what its model has beyond the merge.
 
     Every tensor is looked at twice, one at a time: for its singular values, and, when the ranks of all are
-    chosen (`ranks.choose`), for the factors.
+    chosen (`ranks.choose`), for the factors. Where everything fits (models that differ in few tensors),
+    what the codes missed is coded again as another layer, until the budget is used.
 
     Args:
         merged: release folder of a merge.
@@ -65,7 +68,7 @@ def pack(
         budget: size of the file on disk as a part of the base's weights in bytes. The head and the statement
             are in the file, so they count.
         description: what the task is about, in public words.
-        progress: called with the number of tensors looked at, and of all looks.
+        progress: called with the number of tensors looked at for a layer, and of all looks.
 
     Raises:
         MergeError: different bases or shapes, a value that isn't finite, or a budget that is too small.
@@ -80,13 +83,6 @@ def pack(
         raise MergeError(f"{merge.path} and {task.path} are of different families")
     vectors = TaskVectors(merge.weights, [task.weights])
     names = vectors.changed
-    looks = 2 * len(names)
-    candidates: dict[str, Candidate] = {}
-    parts: dict[str, Callable[[int], Part]] = {}
-    for number, name in enumerate(names, start=1):
-        candidates[name], parts[name] = _candidate(name, _residual(vectors, name))
-        if progress:
-            progress(number, looks)
     heads = task.heads()
     about = file.with_room_for_hash(
         About(
@@ -102,42 +98,81 @@ def pack(
     base_size = merge.size()
     limit = math.floor(budget * base_size)
 
-    def with_parts(units: Mapping[str, int]) -> About:
-        return about.model_copy(
-            update={"parts": tuple(parts[name](units[name]) for name in names if units[name])}
-        )
+    layers: dict[str, list[Coded]] = {name: [] for name in names}
 
-    def fits(units: Mapping[str, int]) -> bool:
-        return file.size(with_parts(units), heads) <= limit
+    def with_parts(more: Mapping[str, Part]) -> About:
+        parts = [part for name in names for part in (*(c.part for c in layers[name]), more.get(name)) if part]
+        return about.model_copy(update={"parts": tuple(parts)})
 
-    if not fits(dict.fromkeys(names, 0)):
+    def fits(more: Mapping[str, Part]) -> bool:
+        return file.size(with_parts(more), heads) <= limit
+
+    if not fits({}):
         raise MergeError(
             f"a budget of {100 * budget:g} % is {limit} bytes, but the head of {task.head.task}, the "
             f"statement and the header alone need {file.size(about, heads)}; allow more"
         )
-    about = with_parts(choose(candidates, fits))
-    chosen = {part.name: part.rank for part in about.parts}
-    coded: list[Coded] = []
-    lost = whole = 0.0
-    for number, name in enumerate(names, start=1):
-        residual = _residual(vectors, name)
-        missing = residual
-        if name in chosen:
-            coded.append(encode(name, residual, chosen[name]))
-            missing = residual - decode(coded[-1]).array()
-        whole += _square(residual)
-        lost += _square(missing)
-        if progress:
-            progress(len(names) + number, looks)
-    about = file.write(Path(out), about, coded, heads)
+    error, everything = 1.0 if names else 0.0, bool(names)
+    while everything and error > CLOSE:
+        everything, error = _add_layer(vectors, layers, fits, progress)
+    about = file.write(Path(out), with_parts({}), [coded for name in names for coded in layers[name]], heads)
     return Packed(
         about=about,
         size=Path(out).stat().st_size,
         budget=limit,
         base_size=base_size,
         changed=names,
-        error=math.sqrt(lost / whole) if whole else 0.0,
+        error=error,
     )
+
+
+def _add_layer(
+    vectors: TaskVectors,
+    layers: Mapping[str, list[Coded]],
+    fits: Callable[[Mapping[str, Part]], bool],
+    progress: Callable[[int, int], None] | None,
+) -> tuple[bool, float]:
+    """Code what the layers so far miss, as far as it fits.
+
+    Returns:
+        Whether all of it fitted and helped, so that another layer may; and ‖missing‖ / ‖residual‖ after it.
+    """
+    looks = 2 * len(layers)
+    candidates: dict[str, Candidate] = {}
+    parts: dict[str, Callable[[int], Part]] = {}
+    for number, name in enumerate(layers, start=1):
+        missing = _missing(_residual(vectors, name), layers[name])
+        if missing.any():
+            candidates[name], parts[name] = _candidate(name, missing)
+        if progress:
+            progress(number, looks)
+    chosen = choose(
+        candidates, lambda units: fits({n: parts[n](count) for n, count in units.items() if count})
+    )
+    lost = whole = 0.0
+    helped = False
+    for number, name in enumerate(layers, start=1):
+        residual = _residual(vectors, name)
+        missing = _missing(residual, layers[name])
+        if chosen.get(name):
+            coded = encode(name, missing, parts[name](chosen[name]).rank)
+            rest = _missing(missing, [coded])
+            # The RMS of a group with a few very large entries can lead further away than nothing does.
+            if _square(rest) < _square(missing):
+                layers[name].append(coded)
+                missing, helped = rest, True
+        whole += _square(residual)
+        lost += _square(missing)
+        if progress:
+            progress(len(layers) + number, looks)
+    everything = all(chosen[name] == len(candidate.energies) for name, candidate in candidates.items())
+    return everything and helped, math.sqrt(lost / whole)
+
+
+def _missing(residual: npt.NDArray[np.float32], layers: Sequence[Coded]) -> npt.NDArray[np.float32]:
+    if not layers:
+        return residual
+    return (residual - array(layers)).astype(np.float32)
 
 
 def _candidate(name: str, residual: npt.NDArray[np.float32]) -> tuple[Candidate, Callable[[int], Part]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -196,6 +196,24 @@ class Decoded:
             begun = end
             yield block.reshape(-1)
 
-    def array(self) -> Floats:
-        """The whole residual in its shape."""
-        return np.concatenate(list(self.blocks(self.part.height))).reshape(self.part.shape)
+
+def blocks(layers: Sequence[tuple[float, Coded]], rows: int) -> Iterator[npt.NDArray[np.float64]]:
+    """The weighted sum of one tensor's coded residuals, flattened, so many rows at a time, in order.
+
+    Args:
+        layers: at least one (weight, coded), all of one tensor.
+        rows: of the tensor as a matrix.
+    """
+    decoded = [(weight, decode(coded).blocks(rows)) for weight, coded in layers]
+    for first in decoded[0][1]:
+        total = decoded[0][0] * first.astype(np.float64)
+        for weight, others in decoded[1:]:
+            total += weight * next(others)
+        yield total
+
+
+def array(layers: Sequence[Coded]) -> npt.NDArray[np.float64]:
+    """The whole sum of one tensor's layers, in its shape."""
+    part = layers[0].part
+    flat = np.concatenate(list(blocks([(1.0, coded) for coded in layers], part.height)))
+    return flat.reshape(part.shape)
