@@ -166,7 +166,7 @@ def _add_layer(
         if progress:
             progress(len(layers) + number, looks)
     everything = all(chosen[name] == len(candidate.energies) for name, candidate in candidates.items())
-    return everything and helped, math.sqrt(lost / whole)
+    return everything and helped, math.sqrt(lost / whole) if whole else 0.0
 
 
 def _missing(residual: npt.NDArray[np.float32], layers: Sequence[Coded]) -> npt.NDArray[np.float32]:
