@@ -196,3 +196,25 @@ def test_destroy_overwrites(tmp_path: Path) -> None:
 def test_private_files_are_their_owners(tmp_path: Path) -> None:
     write_json(tmp_path / "key.json", {}, private=True)
     assert (tmp_path / "key.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_new_file_is_whole_or_absent(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "a.bin"
+    with pytest.raises(KeyboardInterrupt), files.new_file(path) as side:
+        _half(side)
+    assert not list(path.parent.iterdir())
+    with files.new_file(path) as side:
+        side.write_bytes(b"whole")
+        assert not path.exists()
+    assert [file.name for file in path.parent.iterdir()] == ["a.bin"]
+    with pytest.raises(ReleaseError, match="exists already"), files.new_file(path):
+        pass
+    assert path.read_bytes() == b"whole"
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ReleaseError, match="can't write"), files.new_file(tmp_path / "file" / "b"):
+        pass
+
+
+def _half(side: Path) -> None:
+    side.write_bytes(b"half")
+    raise KeyboardInterrupt

@@ -53,6 +53,26 @@ def new_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
         raise ReleaseError(f"can't write {path}: {error.strerror or error} ({culprit})") from error
 
 
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """Yield the name of a side file that becomes `path` only if the block succeeds.
+
+    Raises:
+        ReleaseError: `path` exists, or it can't be written.
+    """
+    path = Path(path)
+    if path.exists():
+        raise ReleaseError(f"{path} exists already; choose another name or remove it first")
+    try:
+        with aside(path) as side:
+            yield side / "new"
+            sync(side / "new")
+            (side / "new").replace(path)
+            sync(path.parent)
+    except OSError as error:
+        raise ReleaseError(f"can't write {path}: {error.strerror or error}") from error
+
+
 def write_text(path: Path, text: str, *, private: bool = False) -> None:
     """Write `text` to `path` atomically (a reader sees the old file or the new one, never a part).
 

@@ -8,7 +8,20 @@ import sys
 
 import typer
 
-from confide.cli import evaluate, export, keys, ledger, merge, predict, privacy, purge, run, train, verify
+from confide.cli import (
+    evaluate,
+    export,
+    keys,
+    ledger,
+    merge,
+    personal,
+    predict,
+    privacy,
+    purge,
+    run,
+    train,
+    verify,
+)
 from confide.errors import ConfideError
 
 _INTERRUPTED = (130, 128 + signal.SIGTERM)
@@ -31,6 +44,7 @@ app.command("purge")(purge.purge)
 app.add_typer(privacy.app, name="privacy")
 app.add_typer(ledger.app, name="ledger")
 app.add_typer(keys.app, name="keys")
+app.add_typer(personal.app, name="personal")
 
 
 @app.callback()

@@ -82,6 +82,10 @@ def _what(info: ReleaseInfo, statement: Statement) -> str:
             f"One encoder merged from models that were fine-tuned from {base}, and a head for each of "
             f"{_count(len(info.heads), 'task')}. `merge-report.json` has a line for every tensor."
         )
+    if statement.kind == "merge":
+        return (
+            f"A text classifier for one task: a merge of models fine-tuned from {base}, made personal again."
+        )
     return f"A text classifier, fine-tuned from {base}, for one task."
 
 
