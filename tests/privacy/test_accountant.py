@@ -355,7 +355,8 @@ def test_selection_of_one_or_of_equals_is_that_event() -> None:
         assert claim.epsilon_lower == pytest.approx(plain.epsilon_lower, abs=1e-4)
 
 
-@settings(max_examples=4, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=8, deadline=None)
 @given(p=st.floats(1e-6, 1 - 1e-6), first=st.floats(0.8, 4.0), second=st.floats(0.8, 4.0))
 def test_selection_lies_between_its_parts(p: float, first: float, second: float) -> None:
     parts = [PoissonGaussian(0.05, (sigma,), 20) for sigma in (first, second)]
@@ -367,7 +368,8 @@ def test_selection_lies_between_its_parts(p: float, first: float, second: float)
     assert claim.epsilon_lower is None or claim.epsilon_lower <= claim.epsilon
 
 
-@settings(max_examples=5, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=8, deadline=None)
 @given(
     st.lists(
         st.tuples(st.sampled_from([0.01, 0.1, 1.0]), st.floats(1.0, 30.0), st.integers(1, 30)),
