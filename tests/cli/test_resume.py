@@ -79,6 +79,14 @@ def test_a_new_run_in_its_place(train: Callable[..., Answer], reviews: Path, sto
     assert charges() == [("reserved", {})]
 
 
+def test_somebody_elses_folder_is_left_alone(train: Callable[..., Answer], reviews: Path) -> None:
+    side = reviews.with_name("run.unfinished")
+    side.mkdir()
+    (side / "mine.txt").touch()
+    assert "exists already and is no run" in train(reviews).message()
+    assert listing(reviews.parent) == {reviews.name, "run.unfinished", "run.unfinished/mine.txt"}
+
+
 def test_damaged_options(confide: Confide, stopped: Path) -> None:
     file = stopped.with_name("run.unfinished") / "private" / "resume" / "options.json"
     file.write_text(file.read_text()[:-20])

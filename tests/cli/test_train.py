@@ -282,15 +282,7 @@ def goes_on(confide: Confide, out: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "place",
-    [
-        "training_statement",
-        "write_release",
-        "write_tensors",
-        "FineTuned.score",
-        "FineTuned.keep_private",
-        "FineTuned.info",
-    ],
+    "place", ["training_statement", "write_release", "FineTuned.keep_private", "FineTuned.info"]
 )
 def test_ctrl_c_later(
     confide: Confide,

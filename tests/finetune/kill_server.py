@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+import confide.finetune.folder
 import confide.privacy.ledger  # noqa: F401  (imported by every run, so once for all)
 from confide.cli import main
 from confide.finetune import charge, checkpoint, run

@@ -287,6 +287,15 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
         Unfinished.open(tmp_path / "file" / "run")
 
 
+def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    mode = tmp_path.stat().st_mode
+    with pytest.raises(ResumeError, match=r"holds thesis\.tex, which is no part of a run"):
+        Unfinished.open(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+    assert tmp_path.stat().st_mode == mode
+
+
 # A run that goes on.
 
 SMALL = {

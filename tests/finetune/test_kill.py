@@ -204,7 +204,10 @@ def test_fifty_kills(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
 # What can be caught is told, and leaves what the run needs.
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
+)
 def test_a_stopped_run_says_how_to_go_on(bench: Bench, number: int, code: int) -> None:
     out, ended = bench.stop("train", 0.7 * bench.lasts["train"], number)
     assert ended["code"] == code, ended["said"]

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -34,6 +35,7 @@ EVERY = 300.0
 
 _KEYS, _CHARGE, _STATE, _TENSORS = "run.json", "charge.json", "state.json", "state.safetensors"
 _CHECKPOINT = "checkpoint-"
+_OWN = re.compile(r"lock|run\.json|charge\.json|options\.json|checkpoint-\d+|\..+\.partial")
 
 
 @dataclass(frozen=True)
@@ -91,12 +93,16 @@ class Unfinished:
             every: seconds between two checkpoints; 0 for one after each step.
 
         Raises:
-            ResumeError: another process is at work on it.
+            ResumeError: another process is at work on it, or the folder holds something else: it is removed
+                in the end.
             ReleaseError: the folder can't be written.
         """
         folder = Path(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            odd = sorted(path.name for path in folder.iterdir() if not _OWN.fullmatch(path.name))
+            if odd:
+                raise ResumeError(f"{folder} holds {odd[0]}, which is no part of a run; name an empty folder")
             folder.chmod(0o700)
             file = folder / "lock"
             os.close(os.open(file, os.O_RDWR | os.O_CREAT, 0o600))

@@ -21,6 +21,7 @@ from confide.finetune.checkpoint import SCHEMA, Unfinished
 
 _SUFFIX = ".unfinished"
 _OPTIONS = "options.json"
+_PARTS = ("private", "report", "release")
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ class RunFolder:
         """
         if self.out.exists():
             raise ConfigError(f"{self.out} exists already; choose another --out or remove it first")
+        if self.side.exists() and any(path.name not in _PARTS for path in self.side.iterdir()):
+            raise ConfigError(f"{self.side} exists already and is no run; remove it or choose another --out")
         unfinished = Unfinished.open(self.resume, every=every)
         if unfinished.asked or self.whole:
             unfinished.close()
