@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tests.models.moe.families import Pooled, batch, build, losses
 from torch import Tensor, nn
 
 from confide.gradients.expert_engine import ExpertEngine
@@ -16,7 +17,6 @@ from confide.models.moe.harden import harden
 from confide.models.moe.layers import SparseLayer, sparse_layers
 from confide.models.moe.owners import owner_maps
 from confide.privacy.streams import Clipping
-from tests.models.moe.families import Pooled, batch, build, losses
 
 LENGTHS = [5, 9, 3, 7]
 LABELS = torch.tensor([0, 1, 2, 1])

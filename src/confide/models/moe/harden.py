@@ -52,9 +52,9 @@ def harden(
         )
     if dtypes & {torch.float16, torch.bfloat16} and not fixed_shape:
         raise ModelError(
-            "half-precision rounding depends on a batch's shape and flips routing choices, so that a record's "
-            "gradient depends on its neighbours; load the model in float32, or give every micro-batch one "
-            "fixed shape (fixed_shape)"
+            "half-precision rounding depends on a batch's shape and flips routing choices, so that a "
+            "record's gradient depends on its neighbours; load the model in float32, or give every "
+            "micro-batch one fixed shape (fixed_shape)"
         )
     for layer in layers:
         capacity = getattr(layer.router, "expert_capacity", None)
