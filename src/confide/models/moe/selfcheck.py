@@ -5,7 +5,7 @@ Asked of the real model, on made-up tokens, so that whether this refuses says no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, Literal
 
@@ -203,7 +203,7 @@ def _loss(output: Tensor) -> Tensor:
     return output.flatten(1).logsumexp(1) - output.flatten(1)[:, 0]
 
 
-def _difference(found: dict[str, Tensor], truth: dict[str, Tensor | None], owner: int) -> float:
+def _difference(found: Mapping[str, Tensor], truth: Mapping[str, Tensor | None], owner: int) -> float:
     """Of the owner's part, and of the zeros elsewhere, relative to the largest entry."""
     largest = max(float(value.abs().max()) for value in truth.values() if value is not None)
     worst = 0.0
