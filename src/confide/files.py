@@ -52,12 +52,17 @@ def new_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
 def write_text(path: Path, text: str) -> None:
     """Write `text` to `path` atomically (a reader sees the old file or the new one, never a part)."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write `content` to `path` atomically."""
     path = Path(path)
     side = path.parent / f".{path.name}.{secrets.token_hex(4)}.partial"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(side, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(side, "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         side.replace(path)

@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from confide.cli import evaluate, ledger, merge, predict, privacy, run, train
+from confide.cli import evaluate, ledger, merge, moe, predict, privacy, run, train
 from confide.errors import ConfideError
 
 _INTERRUPTED = 130
@@ -26,6 +26,7 @@ app.command("evaluate")(evaluate.evaluate)
 app.command("run")(run.run)
 app.add_typer(privacy.app, name="privacy")
 app.add_typer(ledger.app, name="ledger")
+app.add_typer(moe.app, name="moe")
 
 
 @app.callback()

@@ -7,13 +7,16 @@ they are trained, so the new model computes exactly what the old one did.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
 from confide.errors import ModelError
+from confide.files import new_folder
 
 _ITERATIONS = 50
 _STARTS = 3
@@ -51,12 +54,13 @@ def upcycle(
     _check(own, blocks, experts)
     inputs = feed_forward_inputs(own, batches, blocks, progress)
     fields = own.config.to_dict()
-    fields.pop("model_type"), fields.pop("architectures", None)
+    for name in ("model_type", "architectures"):
+        fields.pop(name, None)
     config = MoeBertConfig(
         **fields, num_experts=experts, num_experts_per_tok=1, sparse_blocks=sorted(set(blocks))
     )
     with torch.random.fork_rng(devices=[]):
-        sparse = MoeBertModel(config, add_pooling_layer=own.pooler is not None)
+        sparse: nn.Module = MoeBertModel(config, add_pooling_layer=own.pooler is not None)
     state = own.state_dict()
     for block in config.sparse_blocks:
         prefix = f"encoder.layer.{block}"
@@ -67,6 +71,21 @@ def upcycle(
         state[f"{prefix}.mlp.gate.weight"] = directions(inputs[block], experts, seed).to(value.dtype)
     sparse.load_state_dict(state)
     return sparse.to(own.dtype).eval()
+
+
+def save(sparse: nn.Module, tokenizer: Any, out: Path) -> None:
+    """Write model and tokenizer as a folder that is a base like any other; all of it or nothing.
+
+    Raises:
+        ReleaseError: the folder exists, or can't be written.
+    """
+    own: Any = sparse
+    with new_folder(out) as folder:
+        own.config.architectures = [type(sparse).__name__]
+        own.config.save_pretrained(folder)
+        state = {name: value.contiguous() for name, value in own.state_dict().items()}
+        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+        tokenizer.save_pretrained(folder)
 
 
 def feed_forward_inputs(
