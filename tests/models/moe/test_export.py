@@ -25,9 +25,9 @@ ALL = ["Switch", "OLMoE", "DeepSeek-V2", "Granite-MoE", "gpt-oss", "Llama-4"]
 
 def trained(
     family: str, dtype: torch.dtype = torch.float64
-) -> tuple[Pooled, Pooled, SparseLayer, OwnerExperts]:
+) -> tuple[nn.Module, nn.Module, SparseLayer, OwnerExperts]:
     """(plain, with experts attached and moved, its layer, those experts)."""
-    model = build(family, dtype)
+    model = build(family, dtype).encoder
     harden(model, max_length=16)
     plain = copy.deepcopy(model).eval()
     layer = sparse_layers(model)[-1]

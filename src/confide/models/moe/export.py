@@ -140,8 +140,9 @@ def _factors(layer: SparseLayer, experts: OwnerExperts, stored: dict[str, Tensor
                 )
         return found
     for name, place in _places(layer, experts).items():
-        a = stored[f"{place}.lora_A.weight"].unflatten(0, (layer.experts, -1))
-        b = stored[f"{place}.lora_B.weight"].unflatten(1, (-1, layer.experts)).permute(2, 0, 1)
+        a, b = stored[f"{place}.lora_A.weight"], stored[f"{place}.lora_B.weight"]
+        a = a.reshape(layer.experts, -1, a.shape[1])
+        b = b.reshape(len(b), -1, layer.experts).permute(2, 0, 1)
         if _swapped(layer):
             a, b = b.mT, a.mT
         found[f"{name}_lora_A"], found[f"{name}_lora_B"] = a, b
