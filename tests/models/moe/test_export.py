@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.models.moe.families import batch, build
+from torch import nn
 
 from confide.errors import ModelError, ReleaseError
 from confide.gradients.experts import Lora, OwnerExperts

@@ -80,7 +80,7 @@ class MoeBertExperts(nn.Module):
         """(tokens, width), (tokens, k), (tokens, k) → (tokens, width)."""
         out = torch.zeros_like(hidden_states)
         for expert in range(self.num_experts):
-            slot, token = (expert == top_k_index.T).nonzero(as_tuple=True)
+            slot, token = torch.eq(top_k_index.T, expert).nonzero(as_tuple=True)
             if not len(token):
                 continue
             # A product of very few rows may round otherwise than one of many, as a dense layer's is.

@@ -118,7 +118,8 @@ def _tensors(layer: SparseLayer, experts: OwnerExperts) -> dict[str, Tensor]:
                     found[f"{_PREFIX}{layer.name}.experts.expert_{number}.{name}.lora_{end}.weight"] = value
         return found
     for name, place in _places(layer, experts).items():
-        a, b = (experts.get_parameter(f"{name}_lora_{end}") for end in "AB")
+        a: Tensor = experts.get_parameter(f"{name}_lora_A")
+        b: Tensor = experts.get_parameter(f"{name}_lora_B")
         if _swapped(layer):
             a, b = b.mT, a.mT
         found[f"{place}.lora_A.weight"] = a.flatten(0, 1)

@@ -133,7 +133,7 @@ def directions(tokens: Tensor, count: int, seed: int) -> Tensor:
         ModelError: fewer distinct tokens than centres.
     """
     unit = functional.normalize(tokens.float(), dim=-1)
-    distinct = len(torch.unique(unit, dim=0)) if len(unit) < 64 * count else len(unit)
+    distinct = len(torch.unique(unit, dim=0)) if 0 < len(unit) < 64 * count else len(unit)
     if distinct < count:
         raise ModelError(
             f"{distinct} distinct tokens can't be told apart into {count} experts; give more text"
