@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from confide.cli import moe
 
 from .conftest import Answer, WriteCsv
 
@@ -77,3 +81,22 @@ def test_refusals(
     assert "not of a 'moe_bert' model" in confide(*upcycle, sparse, *out, "--blocks", "0").message()
     assert "also records of" in confide(*upcycle, tiny_base, *out, "--data", data).message()
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("command", ["upcycle", "routing"])
+def test_the_guide_lists_every_option_and_default(command: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "moe.md").read_text(encoding="utf-8")
+    table = page.split(f"| option of `{command}` |", 1)[1].split("\n\n", 1)[0]
+    rows = {}
+    for line in table.splitlines()[2:]:
+        names, values = (cell.strip() for cell in line.strip("|").split("|")[:2])
+        options = re.findall(r"`([^`]+)`", names)
+        parts = values.split(", ") if len(options) > 1 else [values]
+        rows |= dict(zip(options, parts, strict=True))
+    shown = {}
+    for name, parameter in inspect.signature(getattr(moe, command)).parameters.items():
+        default = parameter.default
+        words = {"<class 'inspect._empty'>": "required", "None": "none", "False": "off"}
+        value = words.get(str(default), str(default))
+        shown[f"--{name.replace('_', '-')}"] = value
+    assert rows == shown
