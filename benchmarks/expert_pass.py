@@ -57,7 +57,7 @@ class Case:
         nn.init.ones_(self.model.layer_norm.weight)
         harden(self.model, max_length=LENGTH)
         preferred = self.model.mlp.router.classifier.weight[torch.randint(EXPERTS, (ROWS,))].detach()
-        self.inputs = torch.randn(ROWS, LENGTH, WIDTH) + 0.75 * preferred[:, None] / preferred.norm(dim=1)[0]
+        self.inputs = torch.randn(ROWS, LENGTH, WIDTH) + 1.2 * preferred[:, None] / preferred.norm(dim=1)[0]
         self.direction = torch.randn(ROWS, LENGTH, WIDTH) / (WIDTH * LENGTH) ** 0.5
         (self.layer,) = sparse_layers(self.model)
         mask = torch.ones(ROWS, LENGTH)
@@ -171,7 +171,8 @@ def measure(lora: Lora | None, runs: int) -> dict[str, Any]:
     for name in ("vmap", "loop"):
         for key, value in sums["confide"].items():
             gap = float((sums[name][key] - value).abs().max() / value.abs().max())
-            assert gap < 1e-4, (name, key, gap)
+            # A hidden unit within rounding of 0 may fall on either side of it.
+            assert gap < 1e-3, (name, key, gap)
     times: dict[str, float] = {}
     for _ in range(runs):
         for name, way in ways.items():
