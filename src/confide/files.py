@@ -79,12 +79,17 @@ def write_text(path: Path, text: str, *, private: bool = False) -> None:
     Args:
         private: nobody but the owner may read the file.
     """
+    write_bytes(path, text.encode("utf-8"), private=private)
+
+
+def write_bytes(path: Path, content: bytes, *, private: bool = False) -> None:
+    """Write `content` to `path` atomically; `private` as for `write_text`."""
     path = Path(path)
     try:
         with aside(path) as side:
             descriptor = os.open(side / "new", os.O_WRONLY | os.O_CREAT, 0o600 if private else 0o666)
-            with open(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
+            with open(descriptor, "wb") as file:
+                file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
             (side / "new").replace(path)

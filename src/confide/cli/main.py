@@ -14,6 +14,7 @@ from confide.cli import (
     keys,
     ledger,
     merge,
+    moe,
     personal,
     predict,
     privacy,
@@ -45,6 +46,7 @@ app.add_typer(privacy.app, name="privacy")
 app.add_typer(ledger.app, name="ledger")
 app.add_typer(keys.app, name="keys")
 app.add_typer(personal.app, name="personal")
+app.add_typer(moe.app, name="moe")
 
 
 @app.callback()

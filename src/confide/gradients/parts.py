@@ -85,10 +85,18 @@ class Sums:
 
     def add_at(self, name: str, index: Tensor, values: Tensor) -> None:
         """Add values[i] to row index[i]."""
+        self._held(name).index_add_(0, index, values)
+
+    def add_product_at(self, name: str, index: int, left: Tensor, right: Tensor) -> None:
+        """Add leftᵀ·right to entry `index` of a stacked parameter; a stack of vectors takes one row."""
+        held = self._held(name)[index]
+        held.view(left.shape[1], right.shape[1]).addmm_(left.T, right)
+
+    def _held(self, name: str) -> Tensor:
         if name not in self._values:
             shape, dtype, device = self._like[name]
             self._values[name] = torch.zeros(shape, dtype=dtype, device=device)
-        self._values[name].index_add_(0, index, values)
+        return self._values[name]
 
     def take(self) -> dict[str, Tensor]:
         """Every sum, zeros where nothing was added; starts again from zero."""

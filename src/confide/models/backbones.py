@@ -98,10 +98,38 @@ def load_trained(folder: Path, labels: tuple[str, ...]) -> Classifier:
     return classifier
 
 
+def load_encoder(folder: Path) -> tuple[nn.Module, Any]:
+    """The base without a head, in float32 and evaluation mode, and its tokenizer; of two parts the encoder.
+
+    Raises:
+        ModelError: it can't be loaded, or weights are missing.
+    """
+    import torch
+    from transformers import AutoModel, AutoTokenizer
+
+    import confide.models.moe.bert  # noqa: F401  so that the Auto classes know it
+
+    with torch.random.fork_rng(devices=[]), _quiet():
+        model, found = _read(
+            AutoModel, folder, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+        )
+        tokenizer = _read(AutoTokenizer, folder)
+    if found["missing_keys"]:
+        raise ModelError(
+            f"{folder} lacks {len(found['missing_keys'])} tensors of the model, starting with "
+            f"{sorted(found['missing_keys'])[0]}"
+        )
+    if model.config.is_encoder_decoder:
+        model = model.get_encoder()
+    return model.eval(), tokenizer
+
+
 def _load(folder: Path, labels: tuple[str, ...]) -> tuple[Classifier, set[str]]:
     """The classifier, and the names of the parameters that the folder holds."""
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+    import confide.models.moe.bert  # noqa: F401  so that the Auto classes know it
 
     config = _read(AutoConfig, folder)
     _require_encoder(config, folder)
@@ -144,7 +172,11 @@ def _read(factory: Any, folder: Path, **options: Any) -> Any:
 def _require_encoder(config: Any, folder: Path) -> None:
     from transformers.models.auto import modeling_auto as auto
 
+    from confide.models.moe.bert import MODEL_TYPE
+
     kind = config.model_type
+    if kind == MODEL_TYPE:
+        return
     masked = kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     classifies = kind in auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
     if not (masked and classifies) or config.is_encoder_decoder or getattr(config, "is_decoder", False):

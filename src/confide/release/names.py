@@ -26,6 +26,7 @@ PREFIXES: Mapping[str, str] = {
     "distilbert": "distilbert.",
     "electra": "electra.",
     "modernbert": "model.",
+    "moe_bert": "bert.",
     "mpnet": "mpnet.",
     "roberta": "roberta.",
     "xlm-roberta": "roberta.",

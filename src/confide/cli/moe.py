@@ -1,0 +1,207 @@
+"""`confide moe`: what mixtures of experts need before they are trained; all of it on public text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from confide.cli.output import print_json, print_table
+from confide.cli.progress import progress_bars
+
+app = typer.Typer(help="Prepare mixtures of experts, on public text.", no_args_is_help=True)
+
+Corpus = Annotated[Path, typer.Option(help="Public texts, one a line. Nothing read here is charged.")]
+Private = Annotated[
+    Path | None, typer.Option(help="Private records that the corpus must share no text with.")
+]
+Column = Annotated[str, typer.Option(help="Column of texts in --data.")]
+Length = Annotated[int, typer.Option(help="Tokens kept of a text, as in training.", min=1)]
+Seed = Annotated[int, typer.Option(help="Of the choice of texts, and of what is random after it.")]
+
+
+@app.command("routing")
+def routing(
+    model: Annotated[
+        str, typer.Option(help="Mixture of experts: a folder, package:NAME, or a Hugging Face id.")
+    ],
+    corpus: Corpus,
+    data: Private = None,
+    text: Column = "text",
+    layer: Annotated[
+        str, typer.Option(help="Layer to train: entropy, first, last, or the number of a block.")
+    ] = "entropy",
+    vote: Annotated[
+        str, typer.Option(help="How tokens vote for an owner: plurality (gate weights) or majority.")
+    ] = "plurality",
+    texts: Annotated[int, typer.Option(help="Texts to use at most.", min=1)] = 5000,
+    max_length: Length = 128,
+    seed: Seed = 0,
+    figure: Annotated[Path | None, typer.Option(help="Figure to write: .png, .svg or .pdf.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Show how evenly each layer's experts own public texts, and which layer to train."""
+    from confide.errors import ConfigError
+    from confide.finetune.public_routing import public_routing
+    from confide.models.backbones import load_encoder, resolve
+    from confide.models.moe.layers import sparse_layers
+    from confide.models.moe.selection import select
+    from confide.report.routing import check_format, draw_routing
+
+    if vote not in ("plurality", "majority"):
+        raise ConfigError(f"--vote {vote} is neither plurality nor majority")
+    if figure is not None:
+        check_format(figure)
+    chosen = _public(corpus, data, text, texts, seed)
+    encoder, tokenizer = load_encoder(resolve(model))
+    layers = sparse_layers(encoder)
+    if layer != "entropy":
+        select(layers, layer)  # before the work, if it can't be
+    with progress_bars(show=not json) as progress:
+        advance = _counter(progress, "texts", len(chosen))
+        kind: Literal["plurality", "majority"] = "majority" if vote == "majority" else "plurality"
+        selection = public_routing(encoder, tokenizer, chosen, max_length, kind, advance)
+    block = select(layers, layer, selection).number
+    if figure is not None:
+        draw_routing(selection, figure)
+    if json:
+        print_json(_document(selection, block))
+        return
+    rows = [
+        [
+            f"{found.block}{' *' if found.block == block else ''}",
+            f"{len(found.counts)}",
+            f"{found.evenness:.3f}",
+            f"{found.deficit:.3f}",
+            f"{found.chi_square:.0f}",
+            f"{found.variation:.2f}",
+            f"{100 * max(found.counts) / selection.texts:.0f} %",
+        ]
+        for found in selection.layers
+    ]
+    header = ("block", "experts", "H/log E", "deficit (nats)", "χ²", "variation", "largest share")
+    print_table(f"Owners of {selection.texts} public texts", header, rows)
+    print(f"* the layer to train ({layer})")
+    least = selection.stable_from
+    print(
+        "The choice by entropy is not certain with this corpus."
+        if least is None
+        else f"The choice by entropy is certain (95 % of redrawn corpora) from {least} texts."
+    )
+    for warning in selection.warnings:
+        print(f"Warning: {warning}.")
+
+
+@app.command("upcycle")
+def upcycle(
+    base: Annotated[str, typer.Option(help="Dense BERT: a folder, package:NAME, or a Hugging Face id.")],
+    corpus: Corpus,
+    out: Annotated[Path, typer.Option(help="Folder to write; must not exist.")],
+    data: Private = None,
+    text: Column = "text",
+    experts: Annotated[int, typer.Option(help="Experts of each layer.", min=2)] = 8,
+    blocks: Annotated[str, typer.Option(help="Blocks that get experts, from 0.")] = "1,3,5",
+    texts: Annotated[int, typer.Option(help="Texts to use at most.", min=1)] = 2000,
+    max_length: Length = 128,
+    seed: Seed = 0,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Make a mixture of experts out of a dense encoder; its outputs stay the same until it is trained."""
+    import time
+
+    from confide.errors import ReleaseError
+    from confide.finetune.public_routing import batches
+    from confide.finetune.run import PublicBase
+    from confide.models.backbones import load_encoder
+    from confide.models.moe.upcycle import save
+    from confide.models.moe.upcycle import upcycle as make
+    from confide.tasks.text import encode
+
+    start = time.monotonic()
+    numbers = _numbers(blocks)
+    if out.exists():
+        raise ReleaseError(f"{out} exists already; choose another folder or remove it first")
+    chosen = _public(corpus, data, text, texts, seed)
+    dense, tokenizer = load_encoder(PublicBase.of(base).folder)
+    encoded = encode(tokenizer, chosen, max_length)
+    with progress_bars(show=not json) as progress:
+        sparse = make(
+            dense,
+            (batch for _, batch in batches(encoded)),
+            blocks=numbers,
+            experts=experts,
+            seed=seed,
+            progress=_counter(progress, "texts", len(encoded)),
+        )
+    save(sparse, tokenizer, out)
+    result = {
+        "out": str(out),
+        "experts": experts,
+        "blocks": sorted(set(numbers)),
+        "texts": len(encoded),
+        "parameters": sum(parameter.numel() for parameter in sparse.parameters()),
+        "seconds": round(time.monotonic() - start, 1),
+    }
+    if json:
+        print_json(result)
+    else:
+        print(
+            f"{out}: {result['parameters']:,} parameters, {experts} experts in blocks "
+            f"{', '.join(map(str, numbers))}, routed by {len(encoded)} public texts"
+        )
+
+
+def _public(corpus: Path, data: Path | None, text: str, count: int, seed: int) -> tuple[str, ...]:
+    from confide.tasks.corpus import check_public, read_corpus, sample
+    from confide.tasks.files import read_texts
+
+    lines = read_corpus(corpus)
+    if data is not None:
+        check_public(lines, read_texts(data, text), str(data))
+    return sample(lines, count, seed)
+
+
+def _numbers(blocks: str) -> list[int]:
+    from confide.errors import ConfigError
+
+    parts = [part.strip() for part in blocks.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise ConfigError(f"--blocks {blocks} is no list of block numbers such as 1,3,5")
+    return [int(part) for part in parts]
+
+
+def _counter(progress: Any, what: str, total: int) -> Any:
+    done = 0
+
+    def advance(rows: int) -> None:
+        nonlocal done
+        done += rows
+        progress(what, done, total)
+
+    return advance
+
+
+def _document(selection: Any, block: int) -> dict[str, Any]:
+    return {
+        "texts": selection.texts,
+        "layer": block,
+        "by_entropy": selection.chosen,
+        "margin": selection.margin,
+        "stable_from": selection.stable_from,
+        "stability": [{"texts": size, "share": share} for size, share in selection.stability],
+        "warnings": list(selection.warnings),
+        "layers": [
+            {
+                "block": layer.block,
+                "name": layer.name,
+                "owners": list(layer.counts),
+                "entropy": layer.entropy,
+                "evenness": layer.evenness,
+                "deficit": layer.deficit,
+                "chi_square": layer.chi_square,
+                "variation": layer.variation,
+            }
+            for layer in selection.layers
+        ],
+    }

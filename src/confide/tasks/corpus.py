@@ -1,0 +1,60 @@
+"""Public texts, one a line: what may be looked at without any noise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from confide.errors import DataError
+from confide.tasks.overlap import normalise
+
+
+def read_corpus(path: str | Path) -> tuple[str, ...]:
+    """The non-empty lines of a text file; whoever names the file declares it public.
+
+    Raises:
+        DataError: no such file, not UTF-8, or no text in it.
+    """
+    path = Path(path)
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise DataError(f"can't read the corpus {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
+    texts = tuple(line.strip() for line in lines if line.strip())
+    if not texts:
+        raise DataError(f"{path} holds no text; a corpus is a file with one text a line")
+    return texts
+
+
+def sample(texts: Sequence[str], count: int, seed: int) -> tuple[str, ...]:
+    """At most `count` distinct texts, picked at random with a public seed, in their old order.
+
+    Raises:
+        DataError: `count` is less than one.
+    """
+    if count < 1:
+        raise DataError(f"can't use {count} texts of a corpus; ask for at least 1")
+    distinct = list(dict.fromkeys(texts))
+    if count >= len(distinct):
+        return tuple(distinct)
+    kept = np.sort(np.random.default_rng(seed).permutation(len(distinct))[:count])
+    return tuple(distinct[number] for number in kept)
+
+
+def check_public(corpus: Sequence[str], records: Sequence[str], where: str) -> None:
+    """Make sure that no text of a public corpus is a private record's (normalised as `check_disjoint` does).
+
+    Raises:
+        DataError: they share a text. Its line is named, not its content.
+    """
+    private = {normalise(text) for text in records}
+    shared = [number for number, text in enumerate(corpus, start=1) if normalise(text) in private]
+    if shared:
+        raise DataError(
+            f"{len(shared)} text(s) of the public corpus are also records of {where}, the first at text "
+            f"{shared[0]} of the corpus; what is read without noise must be public: take them out of it"
+        )

@@ -1,0 +1,102 @@
+"""`confide moe` from a dense base to a chosen layer."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from confide.cli import moe
+
+from .conftest import Answer, WriteCsv
+
+Confide = Callable[..., Answer]
+Sentences = Callable[[int, int], list[tuple[str, str]]]
+
+
+@pytest.fixture
+def corpus(sentences: Sentences, tmp_path: Path) -> Path:
+    path = tmp_path / "public.txt"
+    path.write_text("\n".join(text for text, _ in sentences(120, 9)), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def sparse(confide: Confide, corpus: Path, tiny_base: Path, tmp_path: Path) -> Path:
+    out = tmp_path / "sparse"
+    found = confide(
+        *("moe", "upcycle", "--base", tiny_base, "--corpus", corpus, "--out", out),
+        *("--experts", 4, "--blocks", "0,2", "--max-length", 20, "--json"),
+    ).json()
+    assert (found["experts"], found["blocks"], found["texts"]) == (4, [0, 2], 120)
+    return out
+
+
+def test_a_table_a_document_and_a_figure(
+    confide: Confide, sparse: Path, corpus: Path, tmp_path: Path
+) -> None:
+    common = ("moe", "routing", "--model", sparse, "--corpus", corpus, "--max-length", 20)
+    figure = tmp_path / "routing.png"
+    found: dict[str, Any] = confide(*common, "--figure", figure, "--json").json()
+    assert figure.read_bytes()[:4] == b"\x89PNG"
+    assert [layer["block"] for layer in found["layers"]] == [0, 2]
+    best = max(found["layers"], key=lambda layer: layer["entropy"])
+    assert found["layer"] == found["by_entropy"] == best["block"]
+    assert all(sum(layer["owners"]) == found["texts"] == 120 for layer in found["layers"])
+    assert "120 public texts are few" in found["warnings"][0]
+    answer = confide(*common, "--layer", "last", "--vote", "majority", "--texts", 50)
+    assert answer.code == 0
+    assert "2 *" in answer.out
+    assert "Warning: 50 public texts are few" in answer.out
+    assert confide(*common, "--figure", tmp_path / "routing.svg", "--json").code == 0
+    assert "<svg" in (tmp_path / "routing.svg").read_text(encoding="utf-8")
+
+
+def test_refusals(
+    confide: Confide, sparse: Path, corpus: Path, tiny_base: Path, tmp_path: Path, write_csv: WriteCsv
+) -> None:
+    routing = ("moe", "routing", "--corpus", corpus, "--model")
+    assert "it is a dense model" in confide(*routing, tiny_base).message()
+    assert "sparse layers are 0, 2" in confide(*routing, sparse, "--layer", 1).message()
+    assert "none of: entropy" in confide(*routing, sparse, "--layer", "best").message()
+    assert "neither plurality" in confide(*routing, sparse, "--vote", "all").message()
+    assert "ends with one of png" in confide(*routing, sparse, "--figure", tmp_path / "x.doc").message()
+    shared = corpus.read_text(encoding="utf-8").splitlines()[7]
+    data = write_csv("records.csv", [(shared.upper() + "!", "pos"), ("something else", "neg")])
+    message = confide(*routing, sparse, "--data", data).message()
+    assert "1 text(s) of the public corpus are also records of" in message
+    assert "the first at text 8" in message
+    own = write_csv("own.csv", [("something else", "neg")])
+    assert confide(*routing, sparse, "--data", own, "--json").code == 0
+
+    upcycle = ("moe", "upcycle", "--corpus", corpus, "--base")
+    out = ("--out", tmp_path / "new")
+    assert "exists already" in confide(*upcycle, tiny_base, "--out", sparse).message()
+    assert "there is no block 3" in confide(*upcycle, tiny_base, *out).message()
+    assert "no list of block numbers" in confide(*upcycle, tiny_base, *out, "--blocks", "a").message()
+    assert "not of a 'moe_bert' model" in confide(*upcycle, sparse, *out, "--blocks", "0").message()
+    assert "also records of" in confide(*upcycle, tiny_base, *out, "--data", data).message()
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("command", ["upcycle", "routing"])
+def test_the_guide_lists_every_option_and_default(command: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "moe.md").read_text(encoding="utf-8")
+    table = page.split(f"| option of `{command}` |", 1)[1].split("\n\n", 1)[0]
+    rows = {}
+    for line in table.splitlines()[2:]:
+        names, values = (cell.strip() for cell in line.strip("|").split("|")[:2])
+        options = re.findall(r"`([^`]+)`", names)
+        parts = values.split(", ") if len(options) > 1 else [values]
+        rows |= dict(zip(options, parts, strict=True))
+    shown = {}
+    for name, parameter in inspect.signature(getattr(moe, command)).parameters.items():
+        default = parameter.default
+        words = {"<class 'inspect._empty'>": "required", "None": "none", "False": "off"}
+        value = words.get(str(default), str(default))
+        shown[f"--{name.replace('_', '-')}"] = value
+    assert rows == shown
