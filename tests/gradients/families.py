@@ -216,10 +216,11 @@ def _decoder(
     return Family(name, task, build, _texts(), _continue, _PROJECTIONS, left=left, tolerance=tolerance)
 
 
-def _image(name: str, kind: str, config: str, changes: dict[str, Any], lora: tuple[str, ...], head: str) -> Family:
-    build = _model(kind, config, **(_IMAGE | changes))
-    size = int((_IMAGE | changes)["image_size"])
-    return Family(name, "image classification", build, _images(size), _classify, lora, (head,))
+def _image(
+    name: str, kind: str, config: str, settings: dict[str, Any], lora: tuple[str, ...] = _PROJECTIONS, size: int = 8
+) -> Family:
+    build = _model(kind, config, **settings)
+    return Family(name, "image classification", build, _images(size), _classify, lora, ("classifier",))
 
 
 FAMILIES = [
@@ -314,17 +315,20 @@ FAMILIES = [
     _decoder("Qwen2", "Qwen2", "causal language model, tied", {"tie_word_embeddings": True}),
     _decoder("Qwen3", "Qwen3", "causal language model", {}),
     _decoder("Gemma", "Gemma", "causal language model, tied", {}),
-    _image("ViT", "ViTForImageClassification", "ViTConfig", {}, _ATTENTION, "classifier"),
-    _image("DeiT", "DeiTForImageClassification", "DeiTConfig", {}, _ATTENTION, "classifier"),
+    _image("ViT", "ViTForImageClassification", "ViTConfig", _IMAGE),
+    _image("DeiT", "DeiTForImageClassification", "DeiTConfig", _IMAGE),
     _image(
         "DINOv2",
         "Dinov2ForImageClassification",
         "Dinov2Config",
-        {"mlp_ratio": 2, "layerscale_value": 0.5},
-        _ATTENTION,
-        "classifier",
+        _IMAGE | {"mlp_ratio": 2, "layerscale_value": 0.5},
     ),
-    _image("CLIP", "CLIPForImageClassification", "CLIPConfig", {}, _PROJECTIONS, "classifier"),
+    _image(
+        "CLIP",
+        "CLIPForImageClassification",
+        "CLIPConfig",
+        {"vision_config": _IMAGE, "num_labels": CLASSES},
+    ),
     Family(
         "CLIP",
         "text embedding",
@@ -345,16 +349,23 @@ FAMILIES = [
             "image_size": 16,
             "patch_size": 2,
             "drop_path_rate": 0.0,
+            "num_labels": CLASSES,
         },
-        _ATTENTION,
-        "classifier",
+        size=16,
     ),
     _image(
         "ConvNeXt",
         "ConvNextForImageClassification",
         "ConvNextConfig",
-        {"hidden_sizes": [8, 12], "depths": [1, 2], "num_stages": 2, "image_size": 16, "layer_scale_init_value": 0.5},
+        {
+            "hidden_sizes": [8, 12],
+            "depths": [1, 2],
+            "num_stages": 2,
+            "image_size": 16,
+            "layer_scale_init_value": 0.5,
+            "num_labels": CLASSES,
+        },
         ("pwconv1", "pwconv2"),
-        "classifier",
+        size=16,
     ),
 ]

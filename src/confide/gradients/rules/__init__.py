@@ -42,6 +42,8 @@ def rule_of(module: nn.Module) -> Rule | None:
     # Its own class in transformers; a Linear with the weight stored transposed.
     if f"{kind.__module__}.{kind.__qualname__}" == "transformers.pytorch_utils.Conv1D":
         return linear.transposed_linear
+    if isinstance(module, nn.Embedding) and kind.forward is not nn.Embedding.forward:
+        return embedding.changed_embedding if embedding.only_looks_up(module) else None
     for known, rule in _RULES.items():
         if isinstance(module, known) and kind.forward is known.forward:
             if "weight" not in module._parameters:  # computed from something else

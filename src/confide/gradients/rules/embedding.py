@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from confide.gradients.contributions import Contribution, Lookup
 
@@ -25,6 +30,51 @@ def embedding(
     if module.padding_idx is not None:
         values = values.masked_fill((ids == module.padding_idx)[..., None], 0)
     return [Lookup(names["weight"], ids.long(), values, module.num_embeddings)]
+
+
+def changed_embedding(
+    module: nn.Embedding, names: Mapping[str, str], ids: Tensor, g: Tensor, rows: int
+) -> list[Contribution]:
+    """As `embedding`, where a subclass does something to what it looked up, such as scaling it.
+
+    Its forward runs once more, on looked-up values that gradients are taken of (`only_looks_up`).
+    """
+    values = functional.embedding(ids, module.weight.detach()).requires_grad_()
+    with torch.enable_grad(), _LookedUp(module.weight, values):
+        output = module.forward(ids)
+    (inner,) = torch.autograd.grad(output, values, g.to(output.dtype))
+    return embedding(module, names, ids, inner.to(g.dtype), rows)
+
+
+def only_looks_up(module: nn.Embedding) -> bool:
+    """Whether a subclass uses its table for one lookup and nothing else, from ids alone."""
+    weight = module.weight.detach().requires_grad_()
+    ids = torch.zeros(2, 3, dtype=torch.int64, device=weight.device)
+    values = functional.embedding(ids, weight.detach()).requires_grad_()
+    with torch.enable_grad(), _LookedUp(weight, values) as mode:
+        try:
+            output = functional_call(module, {"weight": weight}, (ids,))
+        except Exception:  # it wants other arguments
+            return False
+    if mode.count != 1 or not isinstance(output, Tensor) or not output.requires_grad:
+        return False
+    through = torch.autograd.grad(output.sum(), [values, weight], allow_unused=True)
+    return through[0] is not None and through[1] is None
+
+
+class _LookedUp(TorchFunctionMode):
+    """Puts `values` in the place of what a lookup in `table` returns."""
+
+    def __init__(self, table: Tensor, values: Tensor) -> None:
+        super().__init__()
+        self._table, self._values = table, values
+        self.count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.embedding and any(x is self._table for x in (*args, *(kwargs or {}).values())):
+            self.count += 1
+            return self._values
+        return func(*args, **(kwargs or {}))
 
 
 def obstacle(module: nn.Embedding) -> str | None:
