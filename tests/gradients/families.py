@@ -1,4 +1,4 @@
-"""Tiny random models of every architecture in docs/architectures.md, and records of uneven length for them."""
+"""Tiny random models of every architecture in docs/architectures.md, with records of uneven length."""
 
 from __future__ import annotations
 
@@ -107,7 +107,10 @@ def _texts(*extra: str) -> list[Record]:
     generator = _generator()
     records = []
     for number, length in enumerate(LENGTHS):
-        record = {"input_ids": _ids(length, generator), "attention_mask": torch.ones(length, dtype=torch.long)}
+        record = {
+            "input_ids": _ids(length, generator),
+            "attention_mask": torch.ones(length, dtype=torch.long),
+        }
         if "label" in extra:
             record["label"] = torch.tensor(number % CLASSES)
         if "labels" in extra:
@@ -204,7 +207,9 @@ _ATTENTION = ("query", "value")
 _PROJECTIONS = ("q_proj", "v_proj")
 
 
-def _text(name: str, kind: str, config: str, changes: dict[str, Any], lora: tuple[str, ...], head: str) -> Family:
+def _text(
+    name: str, kind: str, config: str, changes: dict[str, Any], lora: tuple[str, ...], head: str
+) -> Family:
     build = _model(kind, config, **(_SMALL | changes))
     return Family(name, "classification", build, _texts("label"), _classify, lora, (head,))
 
@@ -217,7 +222,12 @@ def _decoder(
 
 
 def _image(
-    name: str, kind: str, config: str, settings: dict[str, Any], lora: tuple[str, ...] = _PROJECTIONS, size: int = 8
+    name: str,
+    kind: str,
+    config: str,
+    settings: dict[str, Any],
+    lora: tuple[str, ...] = _PROJECTIONS,
+    size: int = 8,
 ) -> Family:
     build = _model(kind, config, **settings)
     return Family(name, "image classification", build, _images(size), _classify, lora, ("classifier",))

@@ -32,7 +32,9 @@ def measure(family: Family, trained: str) -> Finding:
     gradients = list(
         reference_gradients(parameters, lambda row: family.loss(model, family.batch([row])), range(count))
     )
-    assert all(bool(torch.stack([g[name].abs().sum() for g in gradients]).isfinite().all()) for name in parameters)
+    assert all(
+        bool(torch.stack([g[name].abs().sum() for g in gradients]).isfinite().all()) for name in parameters
+    )
     engine = Engine(model, parameters)
     middle = sorted(norm_of(gradient) for gradient in gradients)[count // 2]
     several = [0, 1, 0, 2, 1][:count]
@@ -73,6 +75,7 @@ def _error(
     # A key's bias has no gradient but rounding, since a softmax ignores it: relative to 1e-6 of the whole.
     floor = 1e-6 * norm_of(expected)
     each = max(
-        float((sums[name] - value).norm()) / max(float(value.norm()), floor) for name, value in expected.items()
+        float((sums[name] - value).norm()) / max(float(value.norm()), floor)
+        for name, value in expected.items()
     )
     return max(float(((found - true) / true).abs().max()), difference(sums, expected), each)

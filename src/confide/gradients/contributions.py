@@ -117,9 +117,8 @@ class _Factored:
             self.squares, self.slack = rows.sum(squares), rows.sum(slack)
         else:
             right = [use.right for use in products] + [use.values for use in lookups]
-            left: Tensor | Mixed = _joined([use.left for use in products], rows)
-            if lookups:
-                left = Mixed(left, _joined([use.ids for use in lookups], rows))
+            dense = _joined([use.left for use in products], rows)
+            left = Mixed(dense, _joined([use.ids for use in lookups], rows)) if lookups else dense
             self.squares, self.slack = squared_norms(Gram.of(_joined(right, rows)), Gram.of(left))
 
     def add_to(self, sums: Sums, factors: Factors, rows: Rows) -> None:

@@ -3,65 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Any, Self
+from collections.abc import Callable, Mapping
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.checkpoint import set_checkpoint_early_stop
-from torch.utils.hooks import RemovableHandle
 
 from confide.errors import ModelError
 from confide.gradients.clipping import clip_factors
-from confide.gradients.contributions import Contribution, PerRow, combine
+from confide.gradients.contributions import Contribution, combine
 from confide.gradients.parts import Factors, Part, Rows, Sums, total
-from confide.gradients.plan import Site, plan
-from confide.gradients.recompute import Recomputation, check_same, take_apart
+from confide.gradients.plan import Site
 from confide.gradients.rules import obstacle
-from confide.gradients.trace import tensors_in
+from confide.gradients.watch import REENTRANT, Use, Watch
 from confide.privacy.streams import Clipping
-
-_REENTRANT = "If it is checkpointed, ask for non-reentrant checkpointing: use_reentrant=False"
-
-
-class _Keep(torch.autograd.Function):
-    """Holds tensors the way autograd holds what backward needs, so that gradient checkpointing drops and
-    recomputes them as well, and changes in place are noticed."""
-
-    @staticmethod
-    def forward(ctx: Any, token: Tensor, *tensors: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.save_for_backward(*tensors)
-        return token.view_as(token)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        raise AssertionError("never part of a loss")
-
-
-@dataclass(eq=False)
-class _Use:
-    """One call of a site, until the gradients of its outputs arrive.
-
-    Attributes:
-        names: path inside the module → parameter name, without those that a site around it answers for.
-        kept: autograd's node that holds the tensor arguments.
-        waiting: number of outputs whose gradient has not arrived.
-        again: how to run it again, where there is no rule.
-        before: what came out, by position, where that has to be compared.
-    """
-
-    site: Site
-    names: dict[str, str]
-    kept: Any
-    waiting: int
-    again: Recomputation | None = None
-    before: dict[int, Tensor] = field(default_factory=dict)
-    gradients: dict[int, Tensor] = field(default_factory=dict)
 
 
 class Engine:
@@ -72,12 +29,12 @@ class Engine:
     gradient is formed by autograd and `.grad` is never set. The rounding of the sum itself over units is
     that of the parameters' dtype, float32 or wider.
 
-    Where each parameter's gradient is taken is planned in the first forward pass, which calls the model three
-    times more, on a few of its rows.
+    Where each parameter's gradient is taken is planned in the first forward pass, which calls the model up to
+    three times more, on a few of its rows.
 
     Args:
-        model: every call of it inside the block computes losses, its inputs have the row as first
-            dimension (inputs whose first dimension is another are shared by all rows).
+        model: every call of it inside the block computes losses. Its inputs have the row as first dimension;
+            an input with another first dimension is shared by all rows.
         parameters: what is trained, by name: parameters of `model`, matched by identity. Everything else is
             frozen inside the block.
 
@@ -89,43 +46,27 @@ class Engine:
         self._model = model
         self._parameters = dict(parameters)
         _refuse_parameters(model, self._parameters)
-        self._sites: list[Site] | None = None
-        self._checked: set[Site] = set()
-        self._independent = False
+        self._watch = Watch(model, self._parameters)
         self._sums = Sums(self._parameters)
-        self._open = ExitStack()
         self._active = False
-        self._asleep = False
-        self._answered: Counter[str] = Counter()
-        self._forget()
+        self._independent = False
 
     def __enter__(self) -> Self:
         if self._active:
             raise ModelError("the engine is active already")
         _refuse_mode(self._model)
         self._active = True
-        self._open = ExitStack()
-        # A recomputation that stopped half-way would leave modules that have begun and never ended.
-        self._open.enter_context(set_checkpoint_early_stop(False))
-        for parameter in self._model.parameters():
-            self._open.callback(parameter.requires_grad_, parameter.requires_grad)
-            parameter.requires_grad_(False)
-        self._own(True)
-        self._hook(self._model.register_forward_pre_hook(self._before_model, with_kwargs=True))
-        for site in self._sites or ():
-            self._watch(site)
-        self._hook(self._model.register_forward_hook(self._after_model))
+        self._watch.open()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._active = False
-        self._open.close()
-        self._forget()
+        self._watch.close()
 
     @property
     def sites(self) -> tuple[Site, ...]:
         """Where gradients are taken; empty before the first forward pass."""
-        return tuple(self._sites or ())
+        return tuple(self._watch.sites or ())
 
     def add(
         self, losses: Tensor, unit_of_row: npt.NDArray[np.int64] | Tensor, units: int, clipping: Clipping
@@ -164,298 +105,98 @@ class Engine:
             self._check_uses(losses)
             if not self._independent and len(losses) > 1:
                 self._check_independence(losses)
-            self._rows = Rows(unit, units)
-            self._backward(losses, torch.ones_like(losses), keep=False)
+            rows = Rows(unit, units)
+            parts = self._parts(losses, rows)
             with torch.no_grad():
-                self._finish()
-                return self._clip(self._rows, clipping)
+                return self._clip(parts, rows, clipping)
         finally:
-            self._forget()
+            self._watch.forget()
 
     def take(self) -> dict[str, Tensor]:
         """The sums since the last `take`, float32 or wider, and start again from zero."""
         return self._sums.take()
 
-    def _clip(self, rows: Rows, clipping: Clipping) -> Tensor:
-        squares, slack = total(self._parts, rows)
+    def _clip(self, parts: list[Part], rows: Rows, clipping: Clipping) -> Tensor:
+        squares, slack = total(parts, rows)
         wide = all(parameter.dtype == torch.float64 for parameter in self._parameters.values())
         dtype = torch.float64 if wide else torch.float32
         factors = Factors(clip_factors(squares, slack, clipping, dtype) * rows.share)
-        while self._parts:
-            self._parts.pop().add_to(self._sums, factors, rows)
+        while parts:
+            parts.pop().add_to(self._sums, factors, rows)
         return squares.clamp(min=0).sqrt()
 
-    def _backward(self, losses: Tensor, weights: Tensor, *, keep: bool) -> None:
-        watched = list(self._parameters.values())
+    def _parts(self, losses: Tensor, rows: Rows) -> list[Part]:
+        """Run the backward pass; each parameter's uses become one part as soon as all are there."""
+        parts: list[Part] = []
+        missing = Counter(name for use in self._watch.uses for name in use.names.values())
+        held: dict[str, list[Contribution]] = {}
+
+        def receive(contributions: list[Contribution]) -> None:
+            for contribution in contributions:
+                name = contribution.name
+                held.setdefault(name, []).append(contribution)
+                missing[name] -= 1
+                if not missing[name]:
+                    parts.append(combine(held.pop(name), rows))
+
+        def arrive(use: Use, gradient: Tensor, index: int) -> None:
+            receive(self._watch.collect(use, gradient, index))
+
+        self._backward(losses, torch.ones_like(losses), arrive, keep=False)
+        with torch.no_grad():
+            for use in self._watch.uses:  # the losses depend on some of its outputs only
+                if use.gradients:
+                    receive(self._watch.settle(use))
+            return parts + [combine(uses, rows) for uses in held.values()]
+
+    def _backward(
+        self, losses: Tensor, weights: Tensor, receive: Callable[[Use, Tensor, int], None], *, keep: bool
+    ) -> None:
+        leaves, watched = self._watch.leaves, list(self._parameters.values())
+        self._watch.listen(receive)
         try:
             grads = torch.autograd.grad(
-                losses, [*self._leaves, *watched], weights, retain_graph=keep, allow_unused=True
+                losses, [*leaves, *watched], weights, retain_graph=keep, allow_unused=True
             )
         except RuntimeError as error:
             if "use_reentrant" in str(error):
-                raise ModelError(_REENTRANT) from error
+                raise ModelError(REENTRANT) from error
             raise
-        for name, grad in zip(self._parameters, grads[len(self._leaves) :], strict=True):
+        finally:
+            self._watch.listen(None)
+        for name, grad in zip(self._parameters, grads[len(leaves) :], strict=True):
             if grad is not None:
                 raise ModelError(
-                    f"parameter {name!r} is used outside its module's forward pass, where it was not in the "
-                    "first one, so its per-record gradient would be incomplete; freeze it"
+                    f"parameter {name!r} is used where it was not in the first forward pass, so its "
+                    "per-record gradient would be incomplete; freeze it"
                 )
 
     def _check_uses(self, losses: Tensor) -> None:
-        if not self._width:
+        width = self._watch.width
+        if not width:
             raise ModelError("the losses must come from calling the engine's own model inside the block")
-        if not self._uses or not losses.requires_grad:
+        if not self._watch.uses or not losses.requires_grad:
             raise ModelError("the losses don't depend on any trained parameter")
-        if self._width != len(losses):
-            raise ModelError(
-                f"the model was called on {self._width} rows, but there are {len(losses)} losses"
-            )
+        if width != len(losses):
+            raise ModelError(f"the model was called on {width} rows, but there are {len(losses)} losses")
 
     def _check_independence(self, losses: Tensor) -> None:
         """The loss of the first and of the last row must reach no other row of any trained layer."""
         for row in (0, len(losses) - 1):
+            others = torch.arange(len(losses), device=losses.device) != row
+
+            def refuse_leak(use: Use, gradient: Tensor, _: int, others: Tensor = others) -> None:
+                leak = gradient.reshape(len(others), -1)[others]
+                if bool(((leak != 0) & leak.isfinite()).any()):
+                    raise ModelError(
+                        f"the loss of one row depends on other rows at {use.site}: a record's gradient must "
+                        "depend on that record alone"
+                    )
+
             weights = torch.zeros_like(losses)
             weights[row] = 1
-            self._looking = row
-            try:
-                self._backward(losses, weights, keep=True)
-            finally:
-                self._looking = None
+            self._backward(losses, weights, refuse_leak, keep=True)
         self._independent = True
-
-    def _before_model(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._asleep:
-            return
-        self._answered.clear()
-        self._own(True)
-        self._training = torch.is_grad_enabled()
-        if self._training and not self._running:
-            tensors = tensors_in((args, kwargs))
-            if any(tensor.requires_grad for tensor in tensors):
-                raise ModelError("an input of the model requires gradients; only its parameters are trained")
-            width = max((len(tensor) for tensor in tensors if tensor.ndim), default=0)
-            if self._width not in (0, width):
-                raise ModelError(f"the model was called on {self._width} rows, and then on {width}")
-            self._width = width
-            if self._sites is None and width:
-                self._plan(args, kwargs)
-        for site in self._sites or ():
-            if site.module is self._model:
-                self._before(site)
-
-    def _after_model(self, *_: Any) -> None:
-        if not self._asleep:
-            self._training = False
-
-    def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._asleep = True
-        try:
-            self._sites = plan(self._model, self._parameters, args, kwargs, self._width)
-        finally:
-            self._asleep = False
-        for site in self._sites:
-            self._watch(site)
-
-    def _watch(self, site: Site) -> None:
-        if site.module is not self._model:  # whose own hook may be running, and calls `_before` itself
-            self._hook(site.module.register_forward_pre_hook(lambda *_: self._before(site)))
-
-        def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            return self._after(site, args, kwargs, output)
-
-        self._hook(site.module.register_forward_hook(after, with_kwargs=True, prepend=True))
-
-    def _hook(self, handle: RemovableHandle) -> None:
-        self._open.callback(handle.remove)
-
-    def _before(self, site: Site) -> None:
-        if not self._asleep:
-            for name in site.names.values():
-                self._answered[name] += 1
-                self._parameters[name].requires_grad_(False)
-
-    def _after(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if self._asleep:
-            return output
-        names = {}
-        for path, name in site.names.items():
-            self._answered[name] -= 1
-            if not self._answered[name]:  # no site around this one answers for it
-                self._parameters[name].requires_grad_(True)
-                names[path] = name
-        if not names:
-            return output
-        if not torch.is_grad_enabled():
-            if self._training:
-                raise ModelError(f"{site} was called without gradients, so it can't be trained. {_REENTRANT}")
-            return output
-        return (
-            self._apply_rule(site, names, args, kwargs, output)
-            if site.rule
-            else (self._apply_again(site, names, args, kwargs, output))
-        )
-
-    def _apply_rule(
-        self, site: Site, names: dict[str, str], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Any:
-        inputs, *others = [*args, *kwargs.values()]
-        if others or not isinstance(inputs, Tensor) or not isinstance(output, Tensor):
-            raise ModelError(f"{site} was called with more than its input tensor")
-        inputs = inputs.detach()
-        if inputs.ndim and len(inputs) == len(output) == 1 and self._width > 1:
-            inputs = inputs.expand(self._width, *inputs.shape[1:])
-            output = output.expand(self._width, *output.shape[1:])
-        self._check_shape(site, inputs)
-        use = _Use(site, names, self._keep([inputs]), 1)
-        self._note(use)
-        return self._wait_for(use, 0, output)
-
-    def _apply_again(
-        self, site: Site, names: dict[str, str], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Any:
-        leaves, spec = tree_flatten((args, kwargs))
-        arguments, tensors = take_apart(leaves)
-        returned, output_spec = tree_flatten(output)
-        places = [index for index, leaf in enumerate(returned) if isinstance(leaf, Tensor)]
-        if len(tensors) != len(site.has_rows) or max(site.outputs) >= len(places):
-            raise ModelError(f"{site} was called with other arguments than in the first forward pass")
-        for tensor, has_rows in zip(tensors, site.has_rows, strict=True):
-            if has_rows:
-                self._check_shape(site, tensor)
-        again = Recomputation(site.module, tuple(names), arguments, spec, site.has_rows)
-        use = _Use(site, names, self._keep(tensors), len(site.outputs), again)
-        self._note(use)
-        for index in site.outputs:
-            value = returned[places[index]]
-            self._check_shape(site, value)
-            if site not in self._checked:
-                use.before[index] = value.detach()
-            # An alias: inside the module others may have read the same tensor.
-            returned[places[index]] = self._wait_for(use, index, value.view_as(value))
-        return tree_unflatten(returned, output_spec)
-
-    def _check_shape(self, site: Site, tensor: Tensor) -> None:
-        if not tensor.ndim or len(tensor) % self._width:
-            raise ModelError(
-                f"{site} was called on an input of shape {tuple(tensor.shape)} in a batch of {self._width} "
-                "rows; its first dimension must be the row, or clipping would bound something else than a "
-                "record"
-            )
-
-    def _keep(self, tensors: list[Tensor]) -> Any:
-        token = torch.zeros((), requires_grad=True)
-        return _Keep.apply(token, *tensors).grad_fn  # type: ignore[no-untyped-call]
-
-    def _note(self, use: _Use) -> None:
-        if not self._running:  # gradient checkpointing calls modules again
-            self._uses.append(use)
-            self._expected.update(use.names.values())
-
-    def _wait_for(self, use: _Use, index: int, output: Tensor) -> Tensor:
-        if not output.requires_grad:
-            leaf = output.detach().requires_grad_()
-            if not self._running:
-                self._leaves.append(leaf)
-            output = leaf.clone()  # which the model may change in place
-        if not self._running:
-            output.register_hook(lambda gradient: self._receive(use, index, gradient))
-        return output
-
-    @property
-    def _running(self) -> bool:
-        """Whether a backward pass is under way."""
-        return self._rows is not None or self._looking is not None
-
-    def _receive(self, use: _Use, index: int, gradient: Tensor) -> None:
-        if self._looking is not None:
-            self._refuse_leak(use.site, gradient, self._looking)
-            return
-        if self._rows is None:
-            raise ModelError("inside the block gradients are taken by Engine.add, not by backward()")
-        use.gradients[index] = gradient
-        use.waiting -= 1
-        if not use.waiting:
-            self._settle(use, self._rows)
-
-    def _refuse_leak(self, site: Site, gradient: Tensor, row: int) -> None:
-        others = torch.arange(self._width, device=gradient.device) != row
-        leak = gradient.reshape(self._width, -1)[others]
-        if bool(((leak != 0) & leak.isfinite()).any()):
-            raise ModelError(
-                f"the loss of one row depends on other rows at {site}: a record's gradient must depend on that "
-                "record alone"
-            )
-
-    def _settle(self, use: _Use, rows: Rows) -> None:
-        """Turn what a use kept into its contributions, and those that are complete into parts."""
-        try:
-            tensors = use.kept.saved_tensors
-        except RuntimeError as error:
-            if "inplace" not in str(error):
-                raise
-            raise ModelError(f"the input of {use.site} was changed in place after it was used") from error
-        if use.again is None:
-            found = self._by_rule(use, *tensors)
-        else:
-            found = self._recomputed(use, use.again, tensors)
-        use.kept = use.again = None
-        use.before, use.gradients = {}, {}
-        for contribution in found:
-            name = contribution.name
-            self._pending.setdefault(name, []).append(contribution)
-            self._expected[name] -= 1
-            if not self._expected[name]:
-                self._parts.append(combine(self._pending.pop(name), rows))
-
-    def _by_rule(self, use: _Use, inputs: Tensor) -> list[Contribution]:
-        gradient = use.gradients.pop(0)
-        if gradient.dtype in (torch.float16, torch.bfloat16):
-            gradient = gradient.float()
-        if inputs.is_floating_point() and inputs.dtype != gradient.dtype:
-            inputs = inputs.to(gradient.dtype)
-        assert use.site.rule is not None
-        return use.site.rule(use.site.module, use.names, inputs, gradient, self._width)
-
-    def _recomputed(self, use: _Use, again: Recomputation, tensors: tuple[Tensor, ...]) -> list[Contribution]:
-        self._asleep = True
-        self._own(False)
-        try:
-            found, outputs = again.gradients(tensors, use.gradients, self._width)
-        finally:
-            self._asleep = False
-            self._own(True)
-        if use.site not in self._checked:
-            check_same(outputs, use.before, str(use.site))
-            self._checked.add(use.site)
-        return [
-            PerRow(use.names[path], values.to(torch.promote_types(values.dtype, torch.float32)))
-            for path, values in found.items()
-        ]
-
-    def _finish(self) -> None:
-        """What is left where a gradient never came, because the losses don't depend on that output."""
-        assert self._rows is not None
-        for use in self._uses:
-            if use.gradients:
-                self._settle(use, self._rows)
-        self._parts += [combine(uses, self._rows) for uses in self._pending.values()]
-        self._pending = {}
-
-    def _own(self, flag: bool) -> None:
-        for parameter in self._parameters.values():
-            parameter.requires_grad_(flag)
-
-    def _forget(self) -> None:
-        self._uses: list[_Use] = []
-        self._leaves: list[Tensor] = []
-        self._expected: Counter[str] = Counter()
-        self._pending: dict[str, list[Contribution]] = {}
-        self._parts: list[Part] = []
-        self._rows: Rows | None = None
-        self._looking: int | None = None
-        self._training = False
-        self._width = 0
 
 
 def _refuse_parameters(model: nn.Module, parameters: dict[str, nn.Parameter]) -> None:

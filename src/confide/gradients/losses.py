@@ -20,7 +20,7 @@ def classification(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def regression(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Squared error of `outputs` (rows,) or (rows, k) at `targets` of the same shape, mean over k; (rows,)."""
+    """Squared error of `outputs` (rows, …) at `targets`, mean over all but the first dimension; (rows,)."""
     return (outputs - targets).square().reshape(len(outputs), -1).mean(1)
 
 

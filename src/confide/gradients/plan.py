@@ -196,8 +196,8 @@ def _fit(parameter: int, stack: tuple[_Pair, ...], names: Mapping[int, str], exp
             return _Place(parameter, call, stack[:depth], True)
     innermost = type(stack[-1].module).__name__
     raise ModelError(
-        f"parameter {names[parameter]!r} can't be clipped exactly: neither {innermost}, which uses it, nor any "
-        "module around it returns one entry per row; freeze it"
+        f"parameter {names[parameter]!r} can't be clipped exactly: neither {innermost}, which uses it, nor "
+        "any module around it returns one entry per row; freeze it"
     )
 
 
@@ -218,7 +218,8 @@ def _survives(
         return output
 
     try:
-        _, found = trace(model, watched, *inputs, repeat)
+        args, kwargs = inputs
+        _, found = trace(model, watched, args, kwargs, repeat)
     except (RuntimeError, IndexError, ValueError):
         return False
     pairs = list(zip(tensors_in(found), tensors_in(expected), strict=True))
@@ -250,8 +251,8 @@ def _sites(model: nn.Module, names: Mapping[int, str], places: list[_Place]) -> 
             kinds = {(tuple(place.call.inputs), place.call.places) for place in own}
             if len(kinds) > 1 or any(place.expands for place in own):
                 raise ModelError(
-                    f"{site} is called in several ways, so parameter {next(iter(inside.values()))!r} can't be "
-                    "clipped exactly; freeze it"
+                    f"{site} is called in several ways, so its parameter {next(iter(inside.values()))!r} "
+                    "can't be clipped exactly; freeze it"
                 )
             has_rows, outputs = kinds.pop()
             site = Site(site.path, module, inside, None, tuple(bool(kind) for kind in has_rows), outputs)

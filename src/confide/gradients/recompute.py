@@ -76,10 +76,13 @@ class Recomputation:
         parameters = self._parameters()
 
         def one(own: list[Tensor], gradient: list[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
-            outputs, pull = vjp(lambda values: self._call(values, own, places), parameters)
+            outputs, pull = vjp(  # type: ignore[misc]
+                lambda values: self._call(values, own, places), parameters
+            )
             return pull(gradient)[0], outputs
 
-        found, outputs = vmap(one, ([0 if own else None for own in self.has_rows], 0))(split, gradients)
+        dims = [0 if own else None for own in self.has_rows]
+        found, outputs = vmap(one, (dims, 0))(split, gradients)
         return found, [output.flatten(0, 1) for output in outputs]
 
     def _one_by_one(
@@ -147,4 +150,4 @@ def _agree(x: Tensor, y: Tensor, tolerance: float) -> bool:
 
 def _split(x: Tensor, rows: int) -> Tensor:
     """(rows·k, …) → (rows, k, …)."""
-    return x.unflatten(0, (rows, len(x) // rows))
+    return x.reshape(rows, len(x) // rows, *x.shape[1:])

@@ -120,11 +120,11 @@ class _Uses(TorchFunctionMode):
         return output
 
 
-class _Dynamic(TorchDispatchMode):
+class _Dynamic(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes operations whose output's shape depends on values."""
 
     def __init__(self, stack: list[Call]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._stack = stack
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,17 +24,17 @@ def convolution(
         g: (rows·k, out, *size after).
         rows: number of rows.
     """
-    positions = g.flatten(2).unflatten(0, (rows, -1)).transpose(2, 3).flatten(1, 2)  # (rows, S, out)
+    positions = _by_position(g.flatten(2), rows)
     found: list[Contribution] = []
     if "bias" in names:
         found.append(PerRow(names["bias"], positions.sum(1)))
     if "weight" in names:
-        patches = _patches(module, x).unflatten(0, (rows, -1)).transpose(2, 3).flatten(1, 2)
+        patches = _by_position(_patches(module, x), rows)
         if module.groups == 1:
             found.append(Product(names["weight"], positions, patches))
         else:
-            apart = positions.unflatten(2, (module.groups, -1)), patches.unflatten(2, (module.groups, -1))
-            values = torch.einsum("rsgo,rsgi->rgoi", *apart)
+            apart = (*positions.shape[:2], module.groups, -1)
+            values = torch.einsum("rsgo,rsgi->rgoi", positions.view(apart), patches.view(apart))
             found.append(PerRow(names["weight"], values.reshape(rows, *module.weight.shape)))
     return found
 
@@ -48,10 +49,16 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     )
 
 
+def _by_position(values: Tensor, rows: int) -> Tensor:
+    """(rows·k, channels, S) → (rows, k·S, channels)."""
+    return values.mT.reshape(rows, -1, values.shape[1])
+
+
 def _patches(module: nn.Conv1d | nn.Conv2d, x: Tensor) -> Tensor:
     """(n, in, *size) → (n, in·kernel, S), channels slowest, as the weight is stored."""
-    options = (module.kernel_size, module.dilation, module.padding, module.stride)
+    sizes: list[Any] = [module.kernel_size, module.dilation, module.padding, module.stride]
     if isinstance(module, nn.Conv1d):
-        kernel, dilation, padding, stride = (tuple(option) for option in options)
-        return functional.unfold(x[:, :, None], (1, *kernel), (1, *dilation), (0, *padding), (1, *stride))
-    return functional.unfold(x, *options)  # type: ignore[arg-type]
+        x = x[:, :, None]
+        sizes = [(one, *size) for one, size in zip((1, 1, 0, 1), sizes, strict=True)]
+    kernel, dilation, padding, stride = sizes
+    return functional.unfold(x, kernel, dilation, padding, stride)
