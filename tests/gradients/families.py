@@ -318,6 +318,7 @@ FAMILIES = [
         _texts(),
         _continue,
         ("c_attn",),
+        left=True,
     ),
     _decoder("Llama", "Llama", "causal language model", {}),
     _decoder("Llama", "Llama", "causal language model, tied", {"tie_word_embeddings": True}),

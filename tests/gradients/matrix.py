@@ -1,17 +1,24 @@
-"""How far the engine is from autograd on one record at a time, for one architecture."""
+"""How far the engine is from autograd on one record at a time, architecture by architecture.
+
+python -m tests.gradients.matrix docs/architectures.md      measures all, and rewrites the page's table
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from tests.gradients.conftest import difference, norm_of, reference_gradients
-from tests.gradients.families import Family, adapted
+from tests.gradients.families import FAMILIES, Family, adapted
 from torch import Tensor, nn
 
 from confide.gradients.engine import Engine
 from confide.privacy.streams import Clipping
+
+KINDS = ("full", "LoRA")
 
 
 @dataclass(frozen=True)
@@ -79,3 +86,35 @@ def _error(
         for name, value in expected.items()
     )
     return max(float(((found - true) / true).abs().max()), difference(sums, expected), each)
+
+
+def table(findings: Mapping[tuple[str, str], Finding]) -> str:
+    """The findings in Markdown, by (architecture, what is trained)."""
+    lines = ["| model | trained for | full | LoRA | run again, row by row |", "|---|---|---|---|---|"]
+    for family in FAMILIES:
+        cells = []
+        again = []
+        for trained in KINDS:
+            finding = findings[str(family), trained]
+            digits = next((n for n in (9, 7) if finding.error <= 10.0**-n), None)
+            cells.append("not exact" if digits is None else f"exact to 1e-{digits}")
+            names = ", ".join(f"`{name}`" for name in finding.recomputed)
+            again += [f"{trained}: {names}"] if names else []
+        lines.append(f"| {family.name} | {family.task} | {' | '.join(cells)} | {'; '.join(again) or '–'} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(page: Path) -> None:
+    """Measure everything, and replace the table of the page."""
+    torch.set_num_threads(1)
+    found = {(str(family), trained): measure(family, trained) for family in FAMILIES for trained in KINDS}
+    text = page.read_text(encoding="utf-8")
+    start, end = (
+        text.index("| model | trained for |"),
+        text.index("\n\n", text.index("| model | trained for |")),
+    )
+    page.write_text(text[:start] + table(found) + text[end + 1 :], encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

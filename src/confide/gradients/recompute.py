@@ -6,6 +6,7 @@ assumed: only that its outputs for a row follow from its inputs for that row, wh
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +52,9 @@ class Recomputation:
         given = [_split(gradients[place], rows) for place in places]
         split = [_split(x, rows) if own else x for x, own in zip(tensors, self.has_rows, strict=True)]
         try:
-            found, outputs = self._at_once(split, given, places)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "There is a performance drop")
+                found, outputs = self._at_once(split, given, places)
         except Exception:  # torch.func refuses control flow on values, random numbers and more
             found, outputs = self._one_by_one(split, given, places)
         return found, dict(zip(places, outputs, strict=True))
