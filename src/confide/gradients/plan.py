@@ -64,6 +64,13 @@ def plan(
     two, three = (_with_rows((args, dict(kwargs)), width, count) for count in (2, 3))
     first, _ = trace(model, set(names), *two)
     second, output = trace(model, set(names), *three)
+    for call in second.subtree():
+        for unseen in call.unseen:
+            raise ModelError(
+                f"{type(call.module).__name__} was called without gradients, so parameter {names[unseen]!r} "
+                "can't be trained. If it is checkpointed, ask for non-reentrant checkpointing: "
+                "use_reentrant=False"
+            )
     calls = _Pair.of(first, second)
     places = _places(calls, names, expand=True)
     shared = {place.call.module for place in places if place.expands}

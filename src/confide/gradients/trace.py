@@ -24,7 +24,9 @@ class Call:
         outputs: shapes of the tensors it returned through which a gradient may come.
         places: which of the tensors it returned those are.
         used: ids of the watched parameters that its own code used, not that of modules it called.
+        unseen: as `used`, in a call made without gradients.
         opaque: something else went in or out that tensors may hide in, such as a cache.
+        blind: it was called without gradients.
         dynamic: its own code chose entries by their value, so that shapes depend on data.
         children: calls that it made, in order.
     """
@@ -34,7 +36,9 @@ class Call:
     outputs: list[torch.Size] = field(default_factory=list)
     places: tuple[int, ...] = ()
     used: set[int] = field(default_factory=set)
+    unseen: set[int] = field(default_factory=set)
     opaque: bool = False
+    blind: bool = False
     dynamic: bool = False
     children: list[Call] = field(default_factory=list)
 
@@ -66,6 +70,7 @@ def trace(
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         call = Call(module, [tensor.shape for tensor in tensors_in((args, kwargs))])
         call.opaque = not _is_plain((args, kwargs))
+        call.blind = not torch.is_grad_enabled()
         stack[-1].children.append(call)
         stack.append(call)
 
@@ -117,6 +122,8 @@ class _Uses(TorchFunctionMode):
         used = {id(tensor) for tensor in tensors_in((args, kwargs))} & self._watched
         if used and any(tensor.requires_grad for tensor in tensors_in(output)):
             self._stack[-1].used |= used
+        elif used and self._stack[-1].blind and any(x.is_floating_point() for x in tensors_in(output)):
+            self._stack[-1].unseen |= used
         return output
 
 
