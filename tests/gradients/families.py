@@ -145,6 +145,12 @@ def _label_tokens(model: nn.Module, batch: Record) -> Tensor:
     return losses.tokens(model(**inputs).logits, batch["labels"])
 
 
+def _continue_anywhere(model: nn.Module, batch: Record) -> Tensor:
+    """For models whose positions are relative, or follow from the mask."""
+    logits = model(**batch, use_cache=False).logits
+    return losses.causal(logits, batch["input_ids"], batch["attention_mask"])
+
+
 def _continue(model: nn.Module, batch: Record) -> Tensor:
     mask = batch["attention_mask"]
     positions = (mask.cumsum(1) - 1).clamp(min=0)
@@ -260,6 +266,22 @@ FAMILIES = [
         _ATTENTION,
         "classifier",
     ),
+    _text("MPNet", "MPNetForSequenceClassification", "MPNetConfig", {}, ("q", "v"), "classifier"),
+    _text(
+        "ModernBERT",
+        "ModernBertForSequenceClassification",
+        "ModernBertConfig",
+        {
+            "global_attn_every_n_layers": 2,
+            "local_attention": 4,
+            "cls_token_id": 1,
+            "sep_token_id": 2,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        ("Wqkv",),
+        "classifier",
+    ),
     _text(
         "ELECTRA",
         "ElectraForSequenceClassification",
@@ -326,6 +348,58 @@ FAMILIES = [
     _decoder("Qwen2", "Qwen2", "causal language model, tied", {"tie_word_embeddings": True}),
     _decoder("Qwen3", "Qwen3", "causal language model", {}),
     _decoder("Gemma", "Gemma", "causal language model, tied", {}),
+    _decoder("Mistral", "Mistral", "causal language model", {}),
+    _decoder(
+        "Mixtral",
+        "Mixtral",
+        "causal language model",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"},
+    ),
+    Family(
+        "BLOOM",
+        "causal language model, tied",
+        _model(
+            "BloomForCausalLM",
+            "BloomConfig",
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            n_layer=2,
+            n_head=2,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+        ),
+        _texts(),
+        _continue_anywhere,
+        ("query_key_value",),
+        left=True,
+    ),
+    Family(
+        "BART",
+        "encoder-decoder, tied",
+        _model(
+            "BartForConditionalGeneration",
+            "BartConfig",
+            vocab_size=VOCABULARY,
+            d_model=16,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+            encoder_ffn_dim=24,
+            decoder_ffn_dim=24,
+            max_position_embeddings=16,
+            dropout=0.0,
+            scale_embedding=True,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            forced_eos_token_id=2,
+        ),
+        _texts("targets"),
+        _translate,
+        _PROJECTIONS,
+    ),
     _image("ViT", "ViTForImageClassification", "ViTConfig", _IMAGE),
     _image("DeiT", "DeiTForImageClassification", "DeiTConfig", _IMAGE),
     _image(

@@ -15,6 +15,7 @@ from tests.gradients.families import FAMILIES
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from transformers.pytorch_utils import Conv1D
 
 from confide.errors import ModelError
 from confide.gradients.engine import Engine
@@ -174,11 +175,30 @@ def test_a_layer_of_any_kind_is_exact(
             if isinstance(made, nn.MultiheadAttention):
                 return made(x.transpose(0, 1), x.transpose(0, 1), x.transpose(0, 1))[0].transpose(0, 1)
             output = made(x)
-            return output[0] if isinstance(output, tuple) else output
+            output = output[0] if isinstance(output, tuple) else output
+            output += 1  # in place, as residuals often are
+            return output
 
     engine = check(Model(), torch.randn(shape))
     if ruled is not None:
         assert bool(recomputed(engine)) is not ruled
+
+
+def test_views_that_are_changed_in_place_keep_their_gradient() -> None:
+    class Viewed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.conv, self.scale = nn.Linear(6, 6), Conv1D(6, 6), Scale(6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            y = self.conv(x)
+            y += x
+            z = self.scale(y)
+            z *= y
+            return z
+
+    check(Viewed(), torch.randn(4, 5, 6))
 
 
 def test_two_inputs_and_a_layer_that_gets_no_gradient() -> None:
@@ -300,6 +320,50 @@ def test_experts_are_not_mistaken_for_rows() -> None:
     for length in (1, 2, 3):  # an expert that gets as many tokens as there are rows
         engine = check(model, torch.randn(4, length, 3))
         assert recomputed(engine) == {"1 (Experts)"}
+
+
+def test_experts_inside_what_is_run_again() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts, self.bias = Experts(), nn.Embedding(5, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            shared = self.bias(torch.arange(x.shape[1]))
+            return self.experts(x + shared)
+
+    assert recomputed(check(Outer(), torch.randn(4, 3, 3))) == {"the model (Outer)", "experts (Experts)"}
+
+
+@pytest.mark.parametrize("method", ["dora", "ia3", "embedding", "convolution", "bias", "only B"])
+def test_adapters_of_peft(method: str) -> None:
+    from peft import IA3Config, LoraConfig, inject_adapter_in_model
+
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.conv = nn.Embedding(9, 4), nn.Conv2d(1, 3, 2, padding=1)
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.second(self.first(self.table(ids)).tanh())
+            return self.conv(x[:, None])
+
+    config = {
+        "dora": LoraConfig(r=2, target_modules=["first", "second"], use_dora=True),
+        "ia3": IA3Config(target_modules=["first", "second"], feedforward_modules=["second"]),
+        "embedding": LoraConfig(r=2, target_modules=["table"]),
+        "convolution": LoraConfig(r=2, target_modules=["conv"]),
+        "bias": LoraConfig(r=2, target_modules=["first"], bias="all"),
+        "only B": LoraConfig(r=2, target_modules=["first", "second"]),
+    }[method]
+    model = inject_adapter_in_model(config, Small()).double().eval()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.3 * torch.randn_like(parameter)
+        if method == "only B" and "lora_A" in name:
+            parameter.requires_grad_(False)
+    check(model, torch.randint(0, 9, (4, 5)))
 
 
 @pytest.mark.parametrize("width", [3, 30])

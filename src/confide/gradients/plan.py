@@ -30,6 +30,7 @@ class Site:
         rule: closed formula; None where the module is run again, row by row.
         has_rows: without a rule: whether each tensor among the arguments has rows, in order.
         outputs: without a rule: which tensors that it returns may bring a gradient.
+        steady: nothing in it depends on values, so that rows can be run side by side.
     """
 
     path: str
@@ -38,6 +39,7 @@ class Site:
     rule: Rule | None
     has_rows: tuple[bool, ...] = ()
     outputs: tuple[int, ...] = ()
+    steady: bool = True
 
     def __str__(self) -> str:
         return f"{self.path or 'the model'} ({type(self.module).__name__})"
@@ -71,7 +73,7 @@ def plan(
                 "can't be trained. If it is checkpointed, ask for non-reentrant checkpointing: "
                 "use_reentrant=False"
             )
-    calls = _Pair.of(first, second)
+    calls = _Pair.of(first, second, set(names))
     places = _places(calls, names, expand=True)
     shared = {place.call.module for place in places if place.expands}
     if shared and not _survives(model, set(names), three, shared, output):
@@ -96,8 +98,10 @@ class _Pair:
     """The same call on two rows and on three.
 
     Attributes:
-        uses: ids of parameters used here, or anywhere below where the calls below can't be told apart.
+        uses: ids of parameters used here; all that are inside, where other data may use others.
         sealed: what happens inside depends on the data, so that only the whole is a fit place.
+        steady: neither this call nor one below it is sealed.
+        lone: its only argument is a tensor.
         leaks: its output's shape depends on the data too.
         places: of `outputs` among the tensors returned.
         single: its only input and its only output have a first dimension of 1.
@@ -108,26 +112,31 @@ class _Pair:
     outputs: list[bool | None]
     uses: set[int]
     sealed: bool
+    steady: bool
+    lone: bool
     leaks: bool
     single: bool
     places: tuple[int, ...]
     children: list[_Pair]
 
     @classmethod
-    def of(cls, first: Call, second: Call) -> _Pair:
+    def of(cls, first: Call, second: Call, watched: set[int]) -> _Pair:
         """Compare two calls and all that they called."""
         inputs, outputs = _compare(first.inputs, second.inputs), _compare(first.outputs, second.outputs)
         if first.opaque or second.opaque:
             outputs = [None]
         alike = [c.module for c in first.children] == [c.module for c in second.children]
         children = (
-            [cls.of(*both) for both in zip(first.children, second.children, strict=True)] if alike else []
+            [cls.of(*both, watched) for both in zip(first.children, second.children, strict=True)]
+            if alike
+            else []
         )
         dynamic = first.dynamic or second.dynamic
         sealed = dynamic or not alike or any(child.leaks for child in children)
         uses = first.used | second.used
         if sealed:
             uses = {use for top in (first, second) for call in top.subtree() for use in call.used}
+            uses |= watched & {id(parameter) for parameter in first.module.parameters()}
             children = []
         return cls(
             module=first.module,
@@ -135,6 +144,8 @@ class _Pair:
             outputs=outputs,
             uses=uses,
             sealed=sealed,
+            steady=not sealed and all(child.steady for child in children),
+            lone=first.lone and second.lone,
             leaks=sealed and not all(outputs),
             single=all([size[:1] for size in sizes] == [(1,)] for sizes in (second.inputs, second.outputs)),
             places=second.places,
@@ -211,7 +222,13 @@ def _fit(parameter: int, stack: tuple[_Pair, ...], names: Mapping[int, str], exp
 def _could_expand(call: _Pair, parameter: int) -> bool:
     """A rule's layer on one tensor that all rows share: it may be repeated for each of them."""
     own = any(id(held) == parameter for held in call.module.parameters(recurse=False))
-    return own and rule_of(call.module) is not None and call.single and call.inputs == [False] == call.outputs
+    return (
+        own
+        and call.lone
+        and rule_of(call.module) is not None
+        and call.single
+        and call.inputs == [False] == call.outputs
+    )
 
 
 def _survives(
@@ -262,7 +279,10 @@ def _sites(model: nn.Module, names: Mapping[int, str], places: list[_Place]) -> 
                     "can't be clipped exactly; freeze it"
                 )
             has_rows, outputs = kinds.pop()
-            site = Site(site.path, module, inside, None, tuple(bool(kind) for kind in has_rows), outputs)
+            steady = all(place.call.steady for place in own)
+            site = Site(
+                site.path, module, inside, None, tuple(bool(kind) for kind in has_rows), outputs, steady
+            )
         sites.append(site)
     return sites
 
@@ -270,6 +290,6 @@ def _sites(model: nn.Module, names: Mapping[int, str], places: list[_Place]) -> 
 def _rule(places: list[_Place], inside: Mapping[str, str]) -> Rule | None:
     if any("." in path for path in inside):
         return None
-    if any(place.call.inputs not in ([True], [False]) or place.call.sealed for place in places):
+    if any(not place.call.lone or place.call.sealed for place in places):
         return None
     return rule_of(places[0].call.module)

@@ -30,6 +30,7 @@ class Recomputation:
         arguments: what was passed, flat, with marks in the place of tensors (`take_apart`).
         spec: that of (args, kwargs).
         has_rows: for each tensor among the arguments, whether its first dimension is the row (or rows·k).
+        together: whether to try all rows at once. torch.func can crash on shapes that depend on values.
     """
 
     module: nn.Module
@@ -37,6 +38,7 @@ class Recomputation:
     arguments: list[Any]
     spec: TreeSpec
     has_rows: tuple[bool, ...]
+    together: bool
 
     def gradients(
         self, tensors: Sequence[Tensor], gradients: Mapping[int, Tensor], rows: int
@@ -51,12 +53,8 @@ class Recomputation:
         places = sorted(gradients)
         given = [_split(gradients[place], rows) for place in places]
         split = [_split(x, rows) if own else x for x, own in zip(tensors, self.has_rows, strict=True)]
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "There is a performance drop")
-                found, outputs = self._at_once(split, given, places)
-        except Exception:  # torch.func refuses control flow on values, random numbers and more
-            found, outputs = self._one_by_one(split, given, places)
+        result = self._at_once(split, given, places) if self.together else None
+        found, outputs = result or self._one_by_one(split, given, places)
         return found, dict(zip(places, outputs, strict=True))
 
     def _call(
@@ -75,7 +73,7 @@ class Recomputation:
 
     def _at_once(
         self, split: list[Tensor], gradients: list[Tensor], places: list[int]
-    ) -> tuple[dict[str, Tensor], list[Tensor]]:
+    ) -> tuple[dict[str, Tensor], list[Tensor]] | None:
         parameters = self._parameters()
 
         def one(own: list[Tensor], gradient: list[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
@@ -85,7 +83,12 @@ class Recomputation:
             return pull(gradient)[0], outputs
 
         dims = [0 if own else None for own in self.has_rows]
-        found, outputs = vmap(one, (dims, 0))(split, gradients)
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "There is a performance drop")
+                found, outputs = vmap(one, (dims, 0))(split, gradients)
+        except Exception:  # torch.func refuses control flow on values, random numbers and more
+            return None
         return found, [output.flatten(0, 1) for output in outputs]
 
     def _one_by_one(

@@ -21,6 +21,7 @@ class Call:
 
     Attributes:
         inputs: shapes of the tensors among its arguments, in order.
+        lone: its only argument is a tensor.
         outputs: shapes of the tensors it returned through which a gradient may come.
         places: which of the tensors it returned those are.
         used: ids of the watched parameters that its own code used, not that of modules it called.
@@ -33,6 +34,7 @@ class Call:
 
     module: nn.Module
     inputs: list[torch.Size]
+    lone: bool = False
     outputs: list[torch.Size] = field(default_factory=list)
     places: tuple[int, ...] = ()
     used: set[int] = field(default_factory=set)
@@ -69,6 +71,7 @@ def trace(
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         call = Call(module, [tensor.shape for tensor in tensors_in((args, kwargs))])
+        call.lone = [isinstance(value, Tensor) for value in (*args, *kwargs.values())] == [True]
         call.opaque = not _is_plain((args, kwargs))
         call.blind = not torch.is_grad_enabled()
         stack[-1].children.append(call)

@@ -263,16 +263,17 @@ class Watch:
         for tensor, has_rows in zip(tensors, site.has_rows, strict=True):
             if has_rows:
                 self._check_shape(site, tensor)
-        again = Recomputation(site.module, tuple(names), arguments, spec, site.has_rows)
+        again = Recomputation(site.module, tuple(names), arguments, spec, site.has_rows, site.steady)
         use = Use(site, names, _kept(tensors), len(site.outputs), again)
         self._note(use)
         for index in site.outputs:
             value = returned[places[index]]
             self._check_shape(site, value)
             if site not in self._checked:
-                use.before[index] = value.detach()
-            # An alias: inside the module others may have read the same tensor.
-            returned[places[index]] = self._wait_for(use, index, value.view_as(value))
+                use.before[index] = value.detach().clone()
+            if len(site.outputs) > 1 or any(value is leaf for leaf in leaves):
+                value = value.clone()  # inside the module others may have read the same tensor
+            returned[places[index]] = self._wait_for(use, index, value)
         return tree_unflatten(returned, output_spec)
 
     def _check_shape(self, site: Site, tensor: Tensor) -> None:
@@ -294,6 +295,8 @@ class Watch:
             if first:
                 self.leaves.append(leaf)
             output = leaf.clone()  # which the model may change in place
+        elif output._is_view():
+            output = output.clone()  # a view that is changed in place forgets its hooks
 
         def arrive(gradient: Tensor) -> None:
             if self._receive is None:

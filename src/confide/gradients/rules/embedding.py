@@ -49,14 +49,15 @@ def changed_embedding(
 def only_looks_up(module: nn.Embedding) -> bool:
     """Whether a subclass uses its table for one lookup and nothing else, from ids alone."""
     weight = module.weight.detach().requires_grad_()
-    ids = torch.zeros(2, 3, dtype=torch.int64, device=weight.device)
+    ids = torch.tensor([[2, 0, 1], [1, 2, 2]], device=weight.device) % module.num_embeddings
     values = functional.embedding(ids, weight.detach()).requires_grad_()
     with torch.enable_grad(), _LookedUp(weight, values) as mode:
         try:
             output = functional_call(module, {"weight": weight}, (ids,))
         except Exception:  # it wants other arguments
             return False
-    if mode.count != 1 or not isinstance(output, Tensor) or not output.requires_grad:
+    same = [seen.shape == ids.shape and torch.equal(seen, ids) for seen in mode.seen]
+    if same != [True] or not isinstance(output, Tensor) or not output.requires_grad:
         return False
     through = torch.autograd.grad(output.sum(), [values, weight], allow_unused=True)
     return through[0] is not None and through[1] is None
@@ -68,11 +69,11 @@ class _LookedUp(TorchFunctionMode):
     def __init__(self, table: Tensor, values: Tensor) -> None:
         super().__init__()
         self._table, self._values = table, values
-        self.count = 0
+        self.seen: list[Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is functional.embedding and any(x is self._table for x in (*args, *(kwargs or {}).values())):
-            self.count += 1
+        if func is functional.embedding and len(args) > 1 and args[1] is self._table:
+            self.seen.append(args[0])
             return self._values
         return func(*args, **(kwargs or {}))
 
