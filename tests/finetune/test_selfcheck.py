@@ -7,10 +7,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from confide.errors import ModelError
-from confide.finetune.selfcheck import check_rows_are_independent
+from confide.errors import ModelError, PrivacyError
+from confide.finetune import selfcheck
+from confide.finetune.selfcheck import check_gradients, check_noise, check_rows_are_independent
+from confide.gradients.noise import add_noise
+from confide.gradients.rules import _RULES
 from confide.models.backbones import Classifier
 from confide.models.tail import Features
 from confide.tasks.text import Encoded
@@ -69,3 +72,42 @@ def test_features_are_checked_too(classifier: Classifier) -> None:
     check_rows_are_independent(classifier, first, inputs)
     with pytest.raises(ModelError):
         check_rows_are_independent(classifier, last, inputs)
+
+
+class Model(nn.Module):
+    """Mean of masked embeddings, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(50, 8), nn.Linear(8, 3)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        mask = batch["attention_mask"][..., None]
+        return self.head((self.table(batch["input_ids"]) * mask).sum(1) / mask.sum(1))
+
+
+def test_gradients_are_compared_with_autograd(
+    classifier: Classifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Model()
+    parameters = dict(model.named_parameters())
+    check_gradients(classifier, model, model, parameters, ENCODED)
+    monkeypatch.setitem(_RULES, nn.Embedding, lambda *_: [])  # a rule that forgets its table
+    with pytest.raises(ModelError, match=r"gradient of table\.weight is off"):
+        check_gradients(classifier, model, model, parameters, ENCODED)
+
+
+def test_a_model_that_is_broken_from_the_start_is_refused(classifier: Classifier) -> None:
+    model = Model()
+    model.head.weight.data[0, 0] = torch.nan
+    with pytest.raises(ModelError, match="isn't finite"):
+        check_gradients(classifier, model, model, dict(model.named_parameters()), ENCODED)
+
+
+def test_noise_has_the_standard_deviation_that_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for std in (1e-3, 0.7, 40.0):
+        check_noise(std)
+    monkeypatch.setattr(selfcheck, "add_noise", lambda sums, std, key: add_noise(sums, std * 0.9, key))
+    with pytest.raises(PrivacyError, match=r"0\.6\d+ instead of 0\.7"):
+        check_noise(0.7)

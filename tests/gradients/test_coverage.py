@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -37,41 +36,14 @@ def add(engine: Engine, model: nn.Module, *inputs: Tensor, rows: int) -> Tensor:
         return engine.add(model(*inputs).flatten(1).sum(1), torch.arange(rows), rows, FLAT)
 
 
-class Bare(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale
-
-
-class Subclass(nn.Linear):
-    pass
-
-
-def replaced_forward() -> nn.Module:
-    layer = nn.Linear(3, 3)
-    layer.forward = lambda x: x  # type: ignore[method-assign,assignment]
-    return layer
-
-
 @pytest.mark.parametrize(
     ("module", "named"),
     [
-        (nn.BatchNorm1d(3), "BatchNorm1d"),
-        (nn.Conv1d(3, 3, 1), "Conv1d"),
-        (nn.MultiheadAttention(4, 2), "MultiheadAttention"),
-        (nn.Bilinear(3, 3, 3), "Bilinear"),
-        (Bare(), "Bare"),
-        (Subclass(3, 3), "Subclass"),
-        (nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)), "ParametrizedLinear"),
-        (replaced_forward(), "replaced"),
         (nn.Embedding(3, 3, max_norm=1.0), "max_norm"),
-        (nn.Embedding(3, 3, scale_grad_by_freq=True), "scale_grad_by_freq"),
+        (nn.Embedding(3, 3, scale_grad_by_freq=True), "by_freq"),
     ],
 )
-def test_layers_without_an_exact_rule_are_refused_with_their_parameter(module: nn.Module, named: str) -> None:
+def test_tables_without_a_gradient_per_row_are_refused(module: nn.Module, named: str) -> None:
     model = nn.Sequential()
     model.add_module("encoder", nn.Linear(3, 3))
     model.add_module("odd", module)
@@ -81,11 +53,8 @@ def test_layers_without_an_exact_rule_are_refused_with_their_parameter(module: n
     Engine(model, {"weight": model.get_submodule("encoder").weight})  # frozen, the layer is no obstacle
 
 
-def test_tied_foreign_doubled_and_missing_parameters_are_refused() -> None:
-    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
-    model[1].weight = model[0].weight
-    with pytest.raises(ModelError, match=r"tied: 0 and 1 \(Linear\)"):
-        engine_of(model)
+def test_foreign_doubled_and_missing_parameters_are_refused() -> None:
+    model = nn.Linear(3, 5)
     with pytest.raises(ModelError, match="'other' belongs to no module"):
         Engine(model, {"other": nn.Parameter(torch.ones(1))})
     weight = nn.Parameter(torch.ones(1, 1))
@@ -101,7 +70,7 @@ def test_layers_that_mix_records_or_roll_dice_are_refused_on_entry() -> None:
     with pytest.raises(ModelError, match=r"1 \(Dropout\)"), engine:
         pass
     model[1].p = 0.0
-    with pytest.raises(ModelError, match=r"2 \(BatchNorm1d\)"), engine:
+    with pytest.raises(ModelError, match=r"2 \(BatchNorm1d\).*GroupNorm"), engine:
         pass
     model.eval()
     with engine:
@@ -112,38 +81,6 @@ def test_layers_that_mix_records_or_roll_dice_are_refused_on_entry() -> None:
             pass
     finally:
         torch.set_float32_matmul_precision("highest")
-
-
-class Tokens(nn.Module):
-    """Calls its layer on (B·S, H) rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x.flatten(0, 1)).view(*x.shape[:2], 2)
-
-
-class SequenceFirst(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x.transpose(0, 1)).transpose(0, 1)
-
-
-class RelativeBias(nn.Module):
-    """A table looked up per pair of positions, as in T5: (S, S) indices whatever the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Embedding(9, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        place = torch.arange(x.shape[1])
-        return x * self.bias((place[:, None] - place[None]).abs())[..., 0].sum(1)[None, :, None]
 
 
 class Centred(nn.Module):
@@ -158,59 +95,12 @@ class Centred(nn.Module):
         return (y - y.mean(0)).square()
 
 
-@pytest.mark.parametrize("kind", [Tokens, SequenceFirst, RelativeBias])
-def test_rows_that_are_not_records_are_refused(kind: Callable[[], nn.Module]) -> None:
-    model = kind()
-    with pytest.raises(ModelError, match=r"(layer|bias) \((Linear|Embedding)\).*first dimension"):
-        add(engine_of(model), model, torch.randn(4, 5, 3), rows=4)
-
-
-@pytest.mark.parametrize("kind", [SequenceFirst, RelativeBias, Centred])
-def test_mixed_rows_are_refused_even_where_shapes_agree(kind: Callable[[], nn.Module]) -> None:
-    model = kind()
+def test_rows_that_mix_are_refused() -> None:
+    model = Centred()
     engine = engine_of(model)
-    with pytest.raises(ModelError, match=r"depends on other rows at (layer|bias)"):
+    with pytest.raises(ModelError, match=r"depends on other rows at layer"):
         add(engine, model, torch.randn(4, 4, 3), rows=4)
     assert norm_of(engine.take()) == 0
-
-
-def test_a_layer_called_twice_is_refused_by_name() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = nn.Linear(3, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.block(self.block(x))
-
-    model = Twice()
-    with pytest.raises(ModelError, match=r"block \(Linear\) was called twice"):
-        add(engine_of(model), model, torch.randn(2, 3), rows=2)
-
-
-def test_a_weight_used_beside_its_module_is_refused_by_name() -> None:
-    class Beside(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(3, 3)
-            self.second = nn.Linear(3, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return functional.linear(self.second(self.first(x)), self.first.weight)
-
-    model = Beside()
-    with pytest.raises(ModelError, match=r"'first\.weight' is used outside"):
-        add(engine_of(model), model, torch.randn(2, 3), rows=2)
-
-
-def test_gradient_checkpointing_is_refused() -> None:
-    model = tiny_bert()
-    model.train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-    engine = engine_of(model)
-    losses = bert_losses(model, torch.tensor([0, 1, 2]))
-    with pytest.raises(ModelError, match="checkpointing"), engine:
-        engine.add(losses(tiny_batch(3), range(3)), torch.arange(3), 3, FLAT)
 
 
 def test_inputs_changed_in_place_are_refused() -> None:
@@ -226,7 +116,7 @@ def test_inputs_changed_in_place_are_refused() -> None:
             return y
 
     model = InPlace()
-    with pytest.raises(ModelError, match="input of layer was changed in place"):
+    with pytest.raises(ModelError, match=r"input of layer \(Linear\) was changed in place"):
         add(engine_of(model), model, torch.randn(2, 3), rows=2)
 
 

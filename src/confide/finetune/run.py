@@ -28,7 +28,7 @@ from confide.finetune.prepare import (
     score_test,
     silent,
 )
-from confide.finetune.selfcheck import check_rows_are_independent
+from confide.finetune.selfcheck import check_gradients, check_noise, check_rows_are_independent
 from confide.finetune.settings import Settings
 from confide.gradients.keys import Keys
 from confide.models.adapters import Adapted, adapt, plain_state
@@ -260,13 +260,17 @@ def finetune(
 
         inputs = prepared.inputs(classifier, adapted.first_block, "train", progress)
         module, forward = forward_of(classifier, adapted.first_block, inputs)
+        named = dict(classifier.model.named_parameters())
+        trained = {name: named[name] for name in schedule.parameters}
         if schedule.private:
             check_rows_are_independent(classifier, forward, inputs)
-        named = dict(classifier.model.named_parameters())
+            check_gradients(classifier, module, forward, trained, inputs)
+            for stream in schedule.streams:
+                check_noise(stream.noise_multiplier * stream.clipping.bound)
         binding = Binding(
             module=module,
             forward=forward,
-            parameters={name: named[name] for name in schedule.parameters},
+            parameters=trained,
             batch=inputs.batch,
             micro_batches=micro_batches(inputs, STEP_TOKENS),
             labels=labels_of(task),

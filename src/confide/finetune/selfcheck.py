@@ -1,21 +1,28 @@
-"""Before training: does a row's output depend on that row alone? Asked of the real model, on public rows."""
+"""Before training, on the real model and made-up rows: are rows independent, gradients and noise right?"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from confide.errors import ModelError
+from confide.errors import ModelError, PrivacyError
+from confide.gradients import losses
+from confide.gradients.engine import Engine
+from confide.gradients.keys import Keys
+from confide.gradients.noise import add_noise
 from confide.models.backbones import Classifier
 from confide.models.tail import Features, Source
+from confide.privacy.streams import Clipping
 from confide.tasks.text import Encoded
 
 _TOLERANCE = 1e-4  # relative; rounding moves a logit by about 1e-6 when a batch's shape changes
+_GRADIENT = 1e-3  # relative; float32 gradients of a deep model agree to about 1e-5
 _SHORT, _LONG = 6, 20
+_NOISE = 20_000  # values, whose standard deviation is within 5/√(2·20000) of the true one
 
 
 def check_rows_are_independent(
@@ -44,6 +51,82 @@ def check_rows_are_independent(
                 "gradient would depend on other records and clipping would bound nothing; this base can't be "
                 "trained privately"
             )
+
+
+def check_gradients(
+    classifier: Classifier,
+    module: nn.Module,
+    forward: Callable[[dict[str, Tensor]], Tensor],
+    parameters: Mapping[str, nn.Parameter],
+    inputs: Source,
+) -> None:
+    """Compare the engine on two rows in one batch with autograd on each alone, unclipped and clipped.
+
+    Args:
+        module: what the engine watches; `forward` calls it.
+        parameters: all that will be trained, by name.
+
+    Raises:
+        ModelError: names the parameter that differs most, or what the engine refuses.
+    """
+    rows = _public_rows(classifier, inputs)
+
+    def loss(which: list[int]) -> Tensor:
+        logits = forward(rows.batch(np.array(which)))
+        labels = torch.tensor(which, device=logits.device) % logits.shape[1]
+        return losses.classification(logits, labels)
+
+    alone = []
+    for row in (0, 1):
+        grads = torch.autograd.grad(loss([row]).sum(), list(parameters.values()), allow_unused=True)
+        alone.append(
+            {
+                name: torch.zeros_like(parameter) if grad is None else grad
+                for (name, parameter), grad in zip(parameters.items(), grads, strict=True)
+            }
+        )
+    norms = [_norm(gradient) for gradient in alone]
+    if not np.isfinite(norms).all():
+        raise ModelError("the gradient of a made-up row isn't finite, so neither would any be in training")
+    engine = Engine(module, parameters)
+    for bound in (2 * max(norms), min(norms) / 2):
+        if not bound:
+            continue
+        expected = {
+            name: alone[0][name] * min(1.0, bound / norms[0]) + alone[1][name] * min(1.0, bound / norms[1])
+            for name in parameters
+        }
+        with engine:
+            engine.add(loss([0, 1]), torch.arange(2), 2, Clipping("flat", bound))
+        _compare(engine.take(), expected)
+
+
+def _compare(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    whole = _norm(expected)
+    errors = {name: float((found[name] - value).double().norm()) for name, value in expected.items()}
+    name, error = max(errors.items(), key=lambda item: item[1])
+    if error <= _GRADIENT * whole:
+        return
+    raise ModelError(
+        f"the clipped gradient of {name} is off by {error / whole:.1e} of the whole, compared with "
+        "autograd on one made-up row at a time; freeze it, and please report this"
+    )
+
+
+def _norm(gradient: Mapping[str, Tensor]) -> float:
+    return float(torch.stack([value.double().square().sum() for value in gradient.values()]).sum().sqrt())
+
+
+def check_noise(std: float) -> None:
+    """Draw noise as training does, under a key of its own, and measure its standard deviation.
+
+    Raises:
+        PrivacyError: it isn't `std`.
+    """
+    drawn = add_noise({"noise": torch.zeros(_NOISE)}, std, Keys.fixed(0).noise.generator("check", 0, "check"))
+    measured = float(drawn["noise"].double().std())
+    if not abs(measured / std - 1) <= 5 / (2 * _NOISE) ** 0.5:
+        raise PrivacyError(f"noise came out with a standard deviation of {measured:.4g} instead of {std:.4g}")
 
 
 def _public_rows(classifier: Classifier, inputs: Source) -> Source:

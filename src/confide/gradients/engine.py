@@ -2,40 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Self
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from confide.errors import ModelError
 from confide.gradients.clipping import clip_factors
+from confide.gradients.contributions import Contribution, combine
 from confide.gradients.parts import Factors, Part, Rows, Sums, total
-from confide.gradients.rules import RULES, obstacle
+from confide.gradients.plan import Site
+from confide.gradients.rules import obstacle
+from confide.gradients.watch import REENTRANT, Use, Watch
 from confide.privacy.streams import Clipping
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """A module whose parameters are trained: its path, and attribute → parameter name."""
-
-    path: str
-    module: nn.Module
-    names: dict[str, str]
-
-
-@dataclass
-class _Use:
-    """One call of a layer: its input, until the output's gradient arrives."""
-
-    layer: _Layer
-    inputs: Tensor
-    version: int
-    gradient: Tensor | None = None
 
 
 class Engine:
@@ -46,9 +29,12 @@ class Engine:
     gradient is formed by autograd and `.grad` is never set. The rounding of the sum itself over units is
     that of the parameters' dtype, float32 or wider.
 
+    Where each parameter's gradient is taken is planned in the first forward pass, which calls the model up to
+    three times more, on a few of its rows.
+
     Args:
-        model: every call of it inside the block computes losses, its inputs have the row as first
-            dimension (inputs whose first dimension is 1 are shared by all rows).
+        model: every call of it inside the block computes losses. Its inputs have the row as first dimension;
+            an input with another first dimension is shared by all rows.
         parameters: what is trained, by name: parameters of `model`, matched by identity. Everything else is
             frozen inside the block.
 
@@ -59,42 +45,28 @@ class Engine:
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
         self._model = model
         self._parameters = dict(parameters)
-        self._layers = _cover(model, self._parameters)
+        _refuse_parameters(model, self._parameters)
+        self._watch = Watch(model, self._parameters)
         self._sums = Sums(self._parameters)
-        self._handles: list[RemovableHandle] = []
-        self._frozen: list[tuple[nn.Parameter, bool]] = []
-        self._uses: dict[nn.Module, _Use] = {}
-        self._leaves: list[Tensor] = []
-        self._width = 0
-        self._rows: Rows | None = None
-        self._parts: list[Part] = []
-        self._looking = False
+        self._active = False
         self._independent = False
 
     def __enter__(self) -> Self:
-        if self._handles:
+        if self._active:
             raise ModelError("the engine is active already")
         _refuse_mode(self._model)
-        self._frozen = [(parameter, parameter.requires_grad) for parameter in self._model.parameters()]
-        for parameter, _ in self._frozen:
-            parameter.requires_grad_(False)
-        self._own(True)
-        self._handles.append(self._model.register_forward_pre_hook(self._before_model, with_kwargs=True))
-        for layer in self._layers:
-            self._handles.append(layer.module.register_forward_pre_hook(self._before, with_kwargs=True))
-            self._handles.append(
-                layer.module.register_forward_hook(_bound(self, layer), with_kwargs=True, prepend=True)
-            )
+        self._active = True
+        self._watch.open()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        for parameter, flag in self._frozen:
-            parameter.requires_grad_(flag)
-        self._frozen = []
-        self._forget()
+        self._active = False
+        self._watch.close()
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """Where gradients are taken; empty before the first forward pass."""
+        return tuple(self._watch.sites or ())
 
     def add(
         self, losses: Tensor, unit_of_row: npt.NDArray[np.int64] | Tensor, units: int, clipping: Clipping
@@ -114,10 +86,10 @@ class Engine:
             (units,) float64 norms before clipping, NaN or infinite where they are. Private.
 
         Raises:
-            ModelError: a trained layer was called on something else than one entry per row, or twice; a
-                trained parameter is used outside its module; a row's loss depends on other rows.
+            ModelError: a trained parameter was used otherwise than in the first forward pass; a row's loss
+                depends on other rows.
         """
-        if not self._handles:
+        if not self._active:
             raise ModelError("Engine.add needs the block `with engine:` around it and the forward pass")
         unit = torch.as_tensor(unit_of_row, dtype=torch.int64, device=losses.device)
         if losses.ndim != 1 or unit.shape != losses.shape:
@@ -133,181 +105,118 @@ class Engine:
             self._check_uses(losses)
             if not self._independent and len(losses) > 1:
                 self._check_independence(losses)
-            self._rows = Rows(unit, units)
-            self._backward(losses, torch.ones_like(losses), keep=False)
+            rows = Rows(unit, units)
+            parts = self._parts(losses, rows)
             with torch.no_grad():
-                return self._clip(self._rows, clipping)
+                return self._clip(parts, rows, clipping)
         finally:
-            self._forget()
+            self._watch.forget()
 
     def take(self) -> dict[str, Tensor]:
         """The sums since the last `take`, float32 or wider, and start again from zero."""
         return self._sums.take()
 
-    def _clip(self, rows: Rows, clipping: Clipping) -> Tensor:
-        squares, slack = total(self._parts, rows)
+    def _clip(self, parts: list[Part], rows: Rows, clipping: Clipping) -> Tensor:
+        squares, slack = total(parts, rows)
         wide = all(parameter.dtype == torch.float64 for parameter in self._parameters.values())
         dtype = torch.float64 if wide else torch.float32
         factors = Factors(clip_factors(squares, slack, clipping, dtype) * rows.share)
-        while self._parts:
-            self._parts.pop().add_to(self._sums, factors, rows)
+        while parts:
+            parts.pop().add_to(self._sums, factors, rows)
         return squares.clamp(min=0).sqrt()
 
-    def _backward(self, losses: Tensor, weights: Tensor, *, keep: bool) -> None:
-        watched = list(self._parameters.values())
-        grads = torch.autograd.grad(
-            losses, [*self._leaves, *watched], weights, retain_graph=keep, allow_unused=True
-        )
-        for name, grad in zip(self._parameters, grads[len(self._leaves) :], strict=True):
+    def _parts(self, losses: Tensor, rows: Rows) -> list[Part]:
+        """Run the backward pass; each parameter's uses become one part as soon as all are there."""
+        parts: list[Part] = []
+        missing = Counter(name for use in self._watch.uses for name in use.names.values())
+        held: dict[str, list[Contribution]] = {}
+
+        def receive(contributions: list[Contribution]) -> None:
+            for contribution in contributions:
+                name = contribution.name
+                held.setdefault(name, []).append(contribution)
+                missing[name] -= 1
+                if not missing[name]:
+                    parts.append(combine(held.pop(name), rows))
+
+        def arrive(use: Use, gradient: Tensor, index: int) -> None:
+            receive(self._watch.collect(use, gradient, index))
+
+        self._backward(losses, torch.ones_like(losses), arrive, keep=False)
+        with torch.no_grad():
+            for use in self._watch.uses:  # the losses depend on some of its outputs only
+                if use.gradients:
+                    receive(self._watch.settle(use))
+            return parts + [combine(uses, rows) for uses in held.values()]
+
+    def _backward(
+        self, losses: Tensor, weights: Tensor, receive: Callable[[Use, Tensor, int], None], *, keep: bool
+    ) -> None:
+        leaves, watched = self._watch.leaves, list(self._parameters.values())
+        self._watch.listen(receive)
+        try:
+            grads = torch.autograd.grad(
+                losses, [*leaves, *watched], weights, retain_graph=keep, allow_unused=True
+            )
+        except RuntimeError as error:
+            if "use_reentrant" in str(error):
+                raise ModelError(REENTRANT) from error
+            raise
+        finally:
+            self._watch.listen(None)
+        for name, grad in zip(self._parameters, grads[len(leaves) :], strict=True):
             if grad is not None:
                 raise ModelError(
-                    f"parameter {name!r} is used outside its module's forward pass, so its per-record "
-                    "gradient would be incomplete; freeze it or call its module"
+                    f"parameter {name!r} is used where it was not in the first forward pass, so its "
+                    "per-record gradient would be incomplete; freeze it"
                 )
 
     def _check_uses(self, losses: Tensor) -> None:
-        if not self._width:
+        width = self._watch.width
+        if not width:
             raise ModelError("the losses must come from calling the engine's own model inside the block")
-        if not self._uses or not losses.requires_grad:
+        if not self._watch.uses or not losses.requires_grad:
             raise ModelError("the losses don't depend on any trained parameter")
-        for use in self._uses.values():
-            if use.inputs.shape[0] != len(losses):
-                raise ModelError(
-                    f"{use.layer.path} ({type(use.layer.module).__name__}) was called on an input of shape "
-                    f"{tuple(use.inputs.shape)} in a batch of {len(losses)} rows; its first dimension must "
-                    "be the row, or clipping would bound something else than a record"
-                )
-            if use.inputs._version != use.version:
-                raise ModelError(f"the input of {use.layer.path} was changed in place after it was used")
+        if width != len(losses):
+            raise ModelError(f"the model was called on {width} rows, but there are {len(losses)} losses")
 
     def _check_independence(self, losses: Tensor) -> None:
         """The loss of the first and of the last row must reach no other row of any trained layer."""
         for row in (0, len(losses) - 1):
-            weights = torch.zeros_like(losses)
-            weights[row] = 1
-            self._looking = True
-            try:
-                self._backward(losses, weights, keep=True)
-            finally:
-                self._looking = False
             others = torch.arange(len(losses), device=losses.device) != row
-            for use in self._uses.values():
-                if use.gradient is None:
-                    continue
-                leak = use.gradient[others]
+
+            def refuse_leak(use: Use, gradient: Tensor, _: int, others: Tensor = others) -> None:
+                leak = gradient.reshape(len(others), -1)[others]
                 if bool(((leak != 0) & leak.isfinite()).any()):
                     raise ModelError(
-                        f"the loss of one row depends on other rows at {use.layer.path} "
-                        f"({type(use.layer.module).__name__}): a record's gradient must depend on that "
-                        "record alone"
+                        f"the loss of one row depends on other rows at {use.site}: a record's gradient must "
+                        "depend on that record alone"
                     )
-                use.gradient = None
+
+            weights = torch.zeros_like(losses)
+            weights[row] = 1
+            self._backward(losses, weights, refuse_leak, keep=True)
         self._independent = True
 
-    def _before_model(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tensors = list(_tensors((args, kwargs)))
-        if any(tensor.requires_grad for tensor in tensors):
-            raise ModelError("an input of the model requires gradients; only its parameters are trained")
-        self._width = max((len(tensor) for tensor in tensors if tensor.ndim), default=0)
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for parameter in module.parameters(recurse=False):
-            parameter.requires_grad_(False)
-
-    def _after(self, layer: _Layer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        for attribute in layer.names:
-            getattr(layer.module, attribute).requires_grad_(True)
-        if not torch.is_grad_enabled():
-            return output
-        inputs, *others = [*args, *kwargs.values()]
-        if others or not isinstance(inputs, Tensor) or not isinstance(output, Tensor):
-            raise ModelError(f"{layer.path} was called with more than its input tensor")
-        if layer.module in self._uses or self._rows is not None:
-            raise ModelError(
-                f"{layer.path} ({type(layer.module).__name__}) was called twice before Engine.add: shared "
-                "layers and gradient checkpointing can't be clipped exactly yet"
-            )
-        inputs = inputs.detach()
-        if inputs.ndim and len(inputs) == 1 and self._width > 1:
-            inputs = inputs.expand(self._width, *inputs.shape[1:])
-            output = output.expand(self._width, *output.shape[1:])
-        if not output.requires_grad:
-            output = output.detach().requires_grad_()
-            self._leaves.append(output)
-        self._uses[layer.module] = _Use(layer, inputs, inputs._version)
-        output.register_hook(lambda gradient: self._receive(layer, gradient))
-        return output
-
-    def _receive(self, layer: _Layer, gradient: Tensor) -> None:
-        if self._looking:
-            self._uses[layer.module].gradient = gradient
-            return
-        if self._rows is None:
-            raise ModelError("inside the block gradients are taken by Engine.add, not by backward()")
-        inputs = self._uses.pop(layer.module).inputs
-        if gradient.dtype in (torch.float16, torch.bfloat16):
-            gradient = gradient.float()
-        if inputs.is_floating_point() and inputs.dtype != gradient.dtype:
-            inputs = inputs.to(gradient.dtype)
-        rule = RULES[type(layer.module)]
-        self._parts += rule(layer.module, layer.names, inputs, gradient, self._rows)
-
-    def _own(self, flag: bool) -> None:
-        for parameter in self._parameters.values():
-            parameter.requires_grad_(flag)
-
-    def _forget(self) -> None:
-        self._uses = {}
-        self._leaves = []
-        self._parts = []
-        self._rows = None
-        self._width = 0
-
-
-def _bound(engine: Engine, layer: _Layer) -> Any:
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        return engine._after(layer, args, kwargs, output)
-
-    return hook
-
-
-def _cover(model: nn.Module, parameters: dict[str, nn.Parameter]) -> list[_Layer]:
+def _refuse_parameters(model: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
     names = {id(parameter): name for name, parameter in parameters.items()}
     if not names:
         raise ModelError("nothing to train: the engine was given no parameter")
     if len(names) != len(parameters):
-        raise ModelError(
-            "two names were given for one parameter; tied parameters can't be clipped exactly yet"
-        )
-    found: dict[str, str] = {}
-    layers: list[_Layer] = []
-    for path, module in model.named_modules():
-        own = {
-            attribute: names[id(parameter)]
-            for attribute, parameter in module._parameters.items()
-            if parameter is not None and id(parameter) in names
-        }
-        if not own:
-            continue
-        kind = type(module).__name__
-        for name in own.values():
-            if name in found:
-                raise ModelError(
-                    f"parameter {name!r} is tied: {found[name]} and {path or 'the model'} ({kind}) share it; "
-                    "tied weights can't be clipped exactly yet"
-                )
-            found[name] = path or "the model"
-        reason = obstacle(module)
-        if reason is not None:
-            raise ModelError(
-                f"parameter {next(iter(own.values()))!r} of {path or 'the model'} ({kind}) can't be clipped "
-                f"exactly: {reason}; freeze it"
-            )
-        layers.append(_Layer(path, module, own))
-    missing = [name for name in parameters if name not in found]
+        raise ModelError("two names were given for one parameter")
+    held = {id(parameter) for parameter in model.parameters()}
+    missing = [name for key, name in names.items() if key not in held]
     if missing:
         raise ModelError(f"parameter {missing[0]!r} belongs to no module of the model given to the engine")
-    return layers
+    for path, module in model.named_modules():
+        own = [names[id(value)] for value in module.parameters(recurse=False) if id(value) in names]
+        reason = obstacle(module) if own else None
+        if reason is not None:
+            raise ModelError(
+                f"parameter {own[0]!r} of {path or 'the model'} ({type(module).__name__}) can't be clipped "
+                f"exactly: {reason}; freeze it"
+            )
 
 
 def _refuse_mode(model: nn.Module) -> None:
@@ -328,16 +237,11 @@ def _refuse_mode(model: nn.Module) -> None:
             raise ModelError(f"{path} ({kind}) is active dropout; set its rate to 0 or call model.eval()")
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise ModelError(
-                f"{path} ({kind}) mixes records of a batch; freeze it with .eval() or replace it"
+                f"{path} ({kind}) computes statistics of the whole batch, which mix records; replace it by "
+                "GroupNorm, or use the statistics it has with .eval()"
             )
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
+            raise ModelError(
+                f"{path} ({kind}) keeps statistics of the records it has seen, without noise; call .eval() "
+                "on it or build it with track_running_stats=False"
+            )

@@ -12,25 +12,61 @@ _TOLERANCE = 2.0**-7
 
 
 @dataclass(frozen=True)
+class Mixed:
+    """Tokens of two kinds, one after the other: `dense` (n, S, d), and unit vectors e(`ids`), ids (n, T).
+
+    The output gradients of a head and the ids of an embedding that share one table of d rows.
+    """
+
+    dense: Tensor
+    ids: Tensor
+
+    def double(self) -> Mixed:
+        """The same in float64."""
+        return Mixed(self.dense.double(), self.ids)
+
+    def __getitem__(self, index: Tensor) -> Mixed:
+        return Mixed(self.dense[index], self.ids[index])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the dense part."""
+        return self.dense.dtype
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(n, S + T, d)."""
+        n, length, d = self.dense.shape
+        return n, length + self.ids.shape[1], d
+
+    def products(self) -> Tensor:
+        """(n, S + T, S + T) inner products: e(i)·e(j) is 1 where i = j, e(i)·x is x_i."""
+        across = self.dense.gather(2, self.ids[:, None].expand(-1, self.dense.shape[1], -1))
+        equal = (self.ids[:, :, None] == self.ids[:, None]).to(self.dense.dtype)
+        top = torch.cat([self.dense @ self.dense.mT, across], 2)
+        return torch.cat([top, torch.cat([across.mT, equal], 2)], 1)
+
+
+@dataclass(frozen=True)
 class Gram:
     """Inner products of tokens.
 
     Attributes:
-        tokens: (n, S, p).
+        tokens: (n, S, p), dense or partly unit vectors.
         products: (n, S, S).
         lengths: (n, S), token norms, a trifle more.
         error: γ, so that a product of tokens s and t errs by at most γ·lengths_s·lengths_t, in sums too.
     """
 
-    tokens: Tensor
+    tokens: Tensor | Mixed
     products: Tensor
     lengths: Tensor
     error: float
 
     @classmethod
-    def of(cls, tokens: Tensor) -> Gram:
+    def of(cls, tokens: Tensor | Mixed) -> Gram:
         """Inner products of `tokens` (n, S, p) in their own dtype."""
-        products = tokens @ tokens.mT
+        products = tokens.products() if isinstance(tokens, Mixed) else tokens @ tokens.mT
         number = torch.finfo(tokens.dtype)
         # The floor makes γ·lengths_s·lengths_t cover underflow too, at most `tiny` per term.
         floor = 4 * number.tiny / number.eps

@@ -41,12 +41,14 @@ class Rows:
     def gram(self, tokens: Tensor) -> Gram:
         """Inner products of an input; layers that share it (query, key, value) come one after another."""
         held = self._gram
-        if held is None or not _same(held.tokens, tokens):
+        if held is None or not isinstance(held.tokens, Tensor) or not _same(held.tokens, tokens):
             held = self._gram = Gram.of(tokens)
         return held
 
     def joined(self, values: Tensor) -> Tensor:
         """(rows, S, p) → (units, m·S, p): the rows of a unit one after another, short units padded with 0."""
+        if self._identity:
+            return values
         order = torch.argsort(self.unit, stable=True)
         starts = self._sizes.cumsum(0) - self._sizes
         slot = torch.arange(self.count, device=order.device) - starts[self.unit[order]]
@@ -76,12 +78,12 @@ class Sums:
             held.add_(value.reshape(shape))
 
     def add_product(self, name: str, left: Tensor, right: Tensor) -> None:
-        """Add leftᵀ·right, of the parameter's shape."""
+        """Add leftᵀ·right, of as many values as the parameter."""
         held = self._values.get(name)
         if held is None:
-            self._values[name] = left.T @ right
+            self._values[name] = (left.T @ right).view(self._like[name][0])
         else:
-            held.addmm_(left.T, right)
+            held.view(left.shape[1], right.shape[1]).addmm_(left.T, right)
 
     def add_at(self, name: str, index: Tensor, values: Tensor) -> None:
         """Add values[i] to row index[i]."""
