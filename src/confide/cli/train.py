@@ -252,7 +252,7 @@ def _train(
             )
             score = result.score()
         result.keep_private(folder.side / "private")
-        summary = _summary(result, folder.out, score)
+        summary = _summary(result, folder.out, score, signs)
         write_json(folder.side / "report" / "results.json", {**summary, "note": _NOTE})
         # The last: where it is, nothing is missing.
         statement = result.release(folder.side / "release", key=signs)
@@ -271,7 +271,9 @@ def _train(
         _show(result, statement, summary, score)
 
 
-def _summary(result: FineTuned, out: Path, score: float) -> dict[str, Any]:
+def _summary(result: FineTuned, out: Path, score: float, signs: Ed25519PrivateKey | None) -> dict[str, Any]:
+    from confide.privacy.signature import public_text
+
     statement = result.statement
     return {
         "release": str(out / "release"),
@@ -280,7 +282,7 @@ def _summary(result: FineTuned, out: Path, score: float) -> dict[str, Any]:
         "epsilon": statement.claim.epsilon if statement.claim else None,
         "delta": statement.claim.delta if statement.claim else None,
         "no_claim": statement.no_claim,
-        "signed_by": statement.signature.key if statement.signature else None,
+        "signed_by": public_text(signs) if signs else None,
         "metric": result.prepared.task.metric,
         "score": score,
         "score_is_private": False,
