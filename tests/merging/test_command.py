@@ -79,6 +79,22 @@ def test_export_after_merge(run: Run, recipe: Path, tmp_path: Path) -> None:
     assert json.loads(out)["claim"]["delta"] == 1e-6
 
 
+def test_verify_merges_some_tensors_again(
+    run: Run, recipe: Path, base: Path, releases: tuple[Path, Path], tmp_path: Path
+) -> None:
+    assert run("merge", recipe, "--out", tmp_path / "merged")[0] == 0
+    given = ["--base", base, "--input", releases[0], "--input", releases[1], "--sample", 1000, "--json"]
+    code, out, _ = run("verify", tmp_path / "merged", *given)
+    assert code == 0
+    assert json.loads(out)["checks"][-1]["result"] == "ok"
+    report = tmp_path / "merged" / "merge-report.json"
+    report.write_text(report.read_text().replace('"density": 0.3', '"density": 0.9'))
+    code, out, _ = run("verify", tmp_path / "merged", *given)
+    assert code == 2
+    assert "came out different" in json.loads(out)["checks"][-1]["detail"]
+    assert run("verify", tmp_path / "merged", "--base", base)[0] == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
