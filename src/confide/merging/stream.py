@@ -122,14 +122,15 @@ def _merge(
     start = 0
     kernel = rule.kernel(name)
     for base, chunk in vectors.chunks(name):
-        here = np.array([row @ row for row in chunk])
+        # einsum, as BLAS would start threads for each of these short products, which wait for each other.
+        here = np.einsum("tn,tn->t", chunk, chunk)
         if not np.isfinite(here).all():
             _blame(vectors, name)
         merged = kernel(chunk, start)
         start += base.size
         squares += here
-        products += chunk @ merged
-        square += float(merged @ merged)
+        products += np.einsum("tn,n->t", chunk, merged)
+        square += float(np.einsum("n,n->", merged, merged))
         merged += base
         written = encode(merged, dtype)
         if not np.isfinite(decode(written, dtype)).all():

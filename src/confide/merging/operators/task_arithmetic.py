@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from confide.merging.operators.parameters import PerModel
 from confide.merging.operators.specification import Vector, operator
 
@@ -25,5 +27,5 @@ def task_arithmetic(vectors: Vector, scale: Vector) -> Vector:
         merged = vectors.sum(axis=0)
         merged *= scale[0]
     else:
-        merged = scale @ vectors
+        merged = np.einsum("t,tn->n", scale, vectors)
     return merged
