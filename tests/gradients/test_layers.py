@@ -587,7 +587,7 @@ VALUES = st.sampled_from(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.integers(0, 2**31),
     st.lists(VALUES, min_size=4, max_size=4),
