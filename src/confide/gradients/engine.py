@@ -49,7 +49,7 @@ class Engine:
         self._watch = Watch(model, self._parameters)
         self._sums = Sums(self._parameters)
         self._active = False
-        self._independent = False
+        self._independent: set[bool] = set()
 
     def __enter__(self) -> Self:
         if self._active:
@@ -103,8 +103,10 @@ class Engine:
             if not len(losses):
                 return torch.zeros(units, dtype=torch.float64, device=losses.device)
             self._check_uses(losses)
-            if not self._independent and len(losses) > 1:
+            # Again once tokens are flattened: which come first, a row's or a position's, shows only then.
+            if self._watch.flattened not in self._independent and len(losses) > 1:
                 self._check_independence(losses)
+                self._independent.add(self._watch.flattened)
             rows = Rows(unit, units)
             parts = self._parts(losses, rows)
             with torch.no_grad():
@@ -196,7 +198,6 @@ class Engine:
             weights = torch.zeros_like(losses)
             weights[row] = 1
             self._backward(losses, weights, refuse_leak, keep=True)
-        self._independent = True
 
 
 def _refuse_parameters(model: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
