@@ -19,6 +19,7 @@ from confide.finetune.charge import charged
 from confide.finetune.checkpoint import Begun, Unfinished
 from confide.finetune.fingerprint import fingerprint
 from confide.finetune.loop import History, train
+from confide.finetune.memory import bytes_of, micro_batch_tokens
 from confide.finetune.prepare import (
     Prepared,
     Progress,
@@ -28,6 +29,7 @@ from confide.finetune.prepare import (
     score_test,
     silent,
 )
+from confide.finetune.published import noisy_accuracy
 from confide.finetune.selfcheck import check_gradients, check_noise, check_rows_are_independent
 from confide.finetune.settings import Settings
 from confide.gradients.keys import Keys
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from confide.privacy.ledger import Ledger
 
 STEP_TOKENS = 8192
+_MICRO_BATCH = "the tokens of a micro-batch"
 
 
 @dataclass(frozen=True)
@@ -180,6 +183,11 @@ def plan(
     Nothing is drawn and no record is looked at; only n is, where it isn't declared.
     """
     check_task_name(task.name)
+    if settings.publish_accuracy is not None and task.metric != "accuracy":
+        raise ConfigError(
+            f"publish_accuracy counts test units that are labelled rightly, but the metric is {task.metric}; "
+            "only `accuracy` has a known sensitivity"
+        )
     adapted = adapt(classifier, settings.trainable, settings.seed)
     units = task.train.units
     count = public_units(task, settings)
@@ -247,6 +255,8 @@ def finetune(
         simulated=keys.simulated,
     )
     found["schedule"] = spending.model_dump_json()
+    tokens = _micro_batch(prepared, adapted, schedule, settings, begun)
+    found[_MICRO_BATCH] = str(tokens)
     if begun:
         begun.check(found)
     elif unfinished:
@@ -272,7 +282,7 @@ def finetune(
             forward=forward,
             parameters=trained,
             batch=inputs.batch,
-            micro_batches=micro_batches(inputs, STEP_TOKENS),
+            micro_batches=micro_batches(inputs, tokens),
             labels=labels_of(task),
             units=units,
             anchor_gradient=Anchor(adapted).gradient,
@@ -286,6 +296,7 @@ def finetune(
             unfinished.latest(run) if unfinished else None,
             partial(unfinished.after_step, run) if unfinished else lambda state: None,
         )
+        published = noisy_accuracy(prepared, adapted, schedule, keys.noise)
     entry = charge.settle(history.steps_run)
     statement = training_statement(
         schedule=schedule,
@@ -297,9 +308,28 @@ def finetune(
         steps_run=history.steps_run,
         labels_from=task.labels_from,
         simulated=keys.simulated,
+        published=published,
         ledger=entry,
     )
     return FineTuned(prepared, adapted, settings, schedule, history, statement, unfinished)
+
+
+def _micro_batch(
+    prepared: Prepared, adapted: Adapted, schedule: Schedule, settings: Settings, begun: Begun | None
+) -> int:
+    """Tokens of a micro-batch; a run that goes on keeps what it measured first, as rounding depends on it."""
+    if settings.memory is None:
+        return STEP_TOKENS
+    if begun and _MICRO_BATCH in begun.fingerprint:
+        return int(begun.fingerprint[_MICRO_BATCH])
+    return micro_batch_tokens(
+        bytes_of(settings.memory),
+        adapted,
+        schedule,
+        kept=prepared.cached_bytes(adapted.classifier, adapted.first_block),
+        max_length=settings.max_length,
+        rows_per_unit=prepared.task.train.units.rows_per_unit,
+    )
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
