@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from confide.errors import ConfigError
 from confide.finetune.settings import Settings
+
+
+def keys_of(settings: Mapping[str, Any]) -> set[str]:
+    """The keys that keywords for `Settings` choose, those of `trainable` as `trainable.rank`."""
+    nested = settings.get("trainable")
+    return {*settings} | {f"trainable.{key}" for key in nested or () if isinstance(nested, Mapping)}
 
 
 def refuse_idle(settings: Settings, given: Collection[str], spell: Callable[[str], str] = str) -> None:

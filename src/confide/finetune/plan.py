@@ -173,4 +173,3 @@ def _step(binding: Binding, schedule: Schedule, rows: int) -> float:
         lambda done, total: ends.append(time.perf_counter()),
     )
     return ends[1] - ends[0]
-

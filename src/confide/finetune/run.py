@@ -30,11 +30,16 @@ from confide.finetune.prepare import (
     silent,
 )
 from confide.finetune.published import noisy_accuracy
-from confide.finetune.selfcheck import check_gradients, check_noise, check_rows_are_independent
+from confide.finetune.selfcheck import (
+    check_finite,
+    check_gradients,
+    check_noise,
+    check_rows_are_independent,
+)
 from confide.finetune.settings import Settings
 from confide.gradients.keys import Keys
 from confide.models.adapters import Adapted, adapt, plain_state
-from confide.models.backbones import Classifier, load_classifier, resolve
+from confide.models.backbones import Classifier, load_classifier, positions_of, resolve
 from confide.privacy import statement as statements
 from confide.privacy.calibration import calibrate, resolve_delta
 from confide.privacy.composition import new_run, training_spending, training_statement
@@ -161,10 +166,7 @@ def prepare(task: TaskData, base: PublicBase, max_length: int) -> Prepared:
         ConfigError: texts may be longer than the base has positions.
     """
     classifier = load_classifier(base.folder, task.labels, seed=0)
-    positions = min(
-        int(getattr(classifier.model.config, "max_position_embeddings", max_length)),
-        int(classifier.tokenizer.model_max_length),
-    )
+    positions = min(positions_of(classifier.model, max_length), int(classifier.tokenizer.model_max_length))
     if max_length > positions:
         raise ConfigError(f"max_length is {max_length}, but the base reads at most {positions} tokens")
     return Prepared(task, classifier.tokenizer, max_length)
@@ -272,6 +274,7 @@ def finetune(
         module, forward = forward_of(classifier, adapted.first_block, inputs)
         named = dict(classifier.model.named_parameters())
         trained = {name: named[name] for name in schedule.parameters}
+        check_finite(classifier, forward, inputs)
         if schedule.private:
             check_rows_are_independent(classifier, forward, inputs)
             check_gradients(classifier, module, forward, trained, inputs)
