@@ -88,9 +88,8 @@ class Reference:
 
     def move(self, stream: Stream, gradient: Vector, step: int) -> None:
         left = (stream.steps - step) / (stream.steps - stream.warmup)
-        decay = {"constant": 1.0, "linear": left, "cosine": (1 + math.cos(math.pi * (1 - left))) / 2}[
-            stream.decay
-        ]
+        cosine = (1 + math.cos(math.pi * (1 - left))) / 2
+        decay = {"constant": 1.0, "linear": left, "cosine": cosine}[stream.decay]
         if step < stream.warmup:
             decay = step / stream.warmup
         anchored = [name for group in stream.groups if group.anchored for name in group.parameters]

@@ -13,14 +13,14 @@ from confide.finetune.loop import History, State, train
 from confide.gradients.keys import Keys
 from confide.gradients.noise import add_noise
 from confide.gradients.sampling import poisson_draw
-from confide.privacy.streams import Clipping
+from confide.privacy.streams import Clipping, ParameterGroup
 
 from .conftest import Line, line_schedule
 
 MakeLine = Callable[..., Line]
 KEYS = Keys.fixed(5)
-STILL = 1e-12
-"""A radius of noise and rate at which the weights, and so the norms, stay where they are."""
+STILL = (ParameterGroup("head", ("weight",), 1e-15, anchored=False),)
+"""A rate at which the weights, and so the norms, stay where they are."""
 
 
 def steady(norms: list[float]) -> torch.Tensor:
@@ -34,7 +34,7 @@ def schedule(**fields: Any) -> Any:
         "steps": 30,
         "sampling_rate": 0.6,
         "denominator": 6.0,
-        "noise_multiplier": STILL,
+        "noise_multiplier": 1e-9,
     }
     return line_schedule(**(values | fields))
 
@@ -62,7 +62,7 @@ def by_hand(norms: list[float], steps: int, clipping: Clipping, rate: float, bat
 @pytest.mark.parametrize("part", [None, 2])
 def test_the_bound_follows_the_recursion(line: MakeLine, part: int | None) -> None:
     norms = [0.3, 0.4, 0.55, 0.7, 0.9, 1.3, 2.0, 4.0, 7.0, math.nan]
-    plan = schedule()
+    plan = schedule(groups=STILL)
     history = train(line(steady(norms), part=part).binding, plan, KEYS)
     expected = by_hand(norms, 30, plan.streams[0].clipping, 0.6, 6.0)
     assert bounds(history) == pytest.approx(expected, rel=1e-9)
@@ -74,7 +74,7 @@ def test_the_bound_comes_to_the_quantile(line: MakeLine) -> None:
     clipping = Clipping("adaptive", 0.05, quantile=0.7, quantile_rate=0.3, count_noise=4.0)
     history = train(
         line(steady(norms)).binding,
-        schedule(clipping=clipping, steps=120, sampling_rate=0.5, denominator=200.0),
+        schedule(groups=STILL, clipping=clipping, steps=120, sampling_rate=0.5, denominator=200.0),
         KEYS,
     )
     assert sum(bounds(history)[60:]) / 60 == pytest.approx(2.8, rel=0.08)

@@ -44,7 +44,8 @@ def test_rates_are_those_of_transformers(decay: str, warmup: int) -> None:
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_bias_correction_is_the_formula(line: MakeLine, adaptive: bool) -> None:
     """On empty draws the noisy gradient is the noise alone, which the keys give."""
-    keys, width, steps, sigma, batch, floor, decay, rate = Keys.fixed(3), 50, 6, 1.7, 4.0, 0.05, 0.1, 0.5
+    keys, width, steps = Keys.fixed(3), 50, 6
+    sigma, batch, floor, decay = 1.7, 4.0, 0.05, 0.1
     clipping = Clipping("flat", 0.6)
     if adaptive:  # grows by e^0.5 a step
         clipping = Clipping("adaptive", 0.6, quantile=1.0, quantile_rate=1.0, count_noise=1e-12)
@@ -65,9 +66,8 @@ def test_bias_correction_is_the_formula(line: MakeLine, adaptive: bool) -> None:
     gradients, variances, floored = [], [], []
     for step in range(steps):
         bound = 0.6 * math.exp(0.5 * step) if adaptive else 0.6
-        noise = add_noise(
-            {"w": torch.zeros_like(w)}, sigma * bound, keys.noise.generator("all", step, "descent")
-        )
+        address = keys.noise.generator("all", step, "descent")
+        noise = add_noise({"w": torch.zeros_like(w)}, sigma * bound, address)
         gradients.append(noise["w"] / batch)
         variances.append((sigma * bound / batch) ** 2)
         n = step + 1
@@ -76,15 +76,10 @@ def test_bias_correction_is_the_formula(line: MakeLine, adaptive: bool) -> None:
         phi = sum(0.001 * 0.999 ** (step - i) * p for i, p in enumerate(variances)) / (1 - 0.999**n)
         assert isinstance(v, torch.Tensor)
         floored.append(float((v - phi < floor).double().mean()))
-        w = w * (1 - rate_of(rate) * decay) - rate_of(rate) * m / (v - phi).clamp(min=floor).sqrt()
+        w = w * (1 - decay) - m / (v - phi).clamp(min=floor).sqrt()  # at rate 1
     assert min(floored) > 0 or adaptive
     assert max(floored) < 1 or not adaptive
     torch.testing.assert_close(model.weight, w, rtol=1e-9, atol=1e-12)
-
-
-def rate_of(_: float) -> float:
-    """`line_schedule` trains at rate 1."""
-    return 1.0
 
 
 def test_the_corrected_moment_is_unbiased(line: MakeLine) -> None:

@@ -65,7 +65,7 @@ def check_finite(
     with torch.no_grad():
         if not bool(forward(rows.batch(np.arange(len(rows)))).isfinite().all()):
             raise ModelError(
-                "the base's outputs on made-up rows aren't finite, so every loss would be NaN from the start; "
+                "the base's outputs on made-up rows aren't finite, so losses would be NaN from the start; "
                 "its weights or its configuration are broken"
             )
 
