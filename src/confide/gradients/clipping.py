@@ -71,7 +71,8 @@ def next_bound(clipping: Clipping, bound: float, share: float) -> float:
         bound: C of this step.
         share: noisy share of units that weren't longer; nothing else about the records comes in.
     """
-    moved = bound * math.exp(-clipping.quantile_rate * (share - clipping.quantile))
+    by = -clipping.quantile_rate * (share - clipping.quantile)
+    moved = bound * math.exp(min(max(by, -99.0), 99.0))  # more leaves the range anyway
     return min(max(moved, clipping.bound / _RANGE), clipping.bound * _RANGE)
 
 
