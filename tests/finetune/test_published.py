@@ -50,12 +50,14 @@ def test_it_is_charged_with_the_training_and_stated(
     assert f"Accuracy on 20 test units, with noise: {100 * number.value:.1f} %" in card
 
 
-def test_the_noise_has_the_size_that_is_charged(tiny_base: Path, make_task: MakeTask) -> None:
-    """Little noise gives the exact count; the noise itself scales with σ and has its own address."""
-    exact = tune(tiny_base, make_task(), 1, publish_accuracy=1e-6)
+def test_it_is_the_count_of_right_test_units(tiny_base: Path, make_task: MakeTask) -> None:
+    """Without a claim, so little noise may be asked for that the count shows."""
+    exact = tune(tiny_base, make_task(), 1, method="non-private", publish_accuracy=1e-6)
     (precise,) = exact.statement.published
     assert precise.value == pytest.approx(exact.score(), abs=1e-5)
     assert precise.value != exact.score()
+    with pytest.raises(PrivacyError, match="accuracy.* alone cost"):
+        tune(tiny_base, make_task(), 1, publish_accuracy=1e-6)
 
 
 @pytest.mark.parametrize("change", ["noise", "query", "twice"])

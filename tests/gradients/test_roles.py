@@ -70,7 +70,7 @@ def test_the_engine_clips_each_role_apart() -> None:
                 expected[name] += grads[name] * min(1, 0.6 * math.sqrt(share) / norm)
         relative.append(longest)
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(found[name], value, rtol=1e-7, atol=1e-9)
     torch.testing.assert_close(norms, torch.tensor(relative).double(), rtol=1e-6, atol=0)
 
 
