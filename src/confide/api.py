@@ -18,6 +18,7 @@ import numpy as np
 
 from confide.errors import DataError
 from confide.finetune.checkpoint import Unfinished
+from confide.finetune.idle import keys_of, refuse_idle
 from confide.finetune.prepare import forward_of
 from confide.finetune.run import FineTuned, PublicBase, finetune, prepare
 from confide.finetune.settings import Settings as Settings
@@ -106,6 +107,7 @@ def train(
 
     public = PublicBase.of(base)
     chosen = Settings.of(settings)
+    refuse_idle(chosen, keys_of(settings))
     book = Ledger.open(ledger) if ledger != "none" and chosen.method != "non-private" else None
     unfinished = Unfinished.open(Path(checkpoint)) if checkpoint is not None else None
     try:

@@ -63,15 +63,42 @@ def train(
     ] = None,
     expected_batch: Annotated[int | None, typer.Option(help="B, mean size of a draw.")] = None,
     steps: Annotated[int | None, typer.Option(help="Noisy steps.")] = None,
+    optimizer: Annotated[Literal["adamw", "sgd"], typer.Option(help="Over the noisy gradients.")] = "adamw",
     learning_rate: Annotated[float | None, typer.Option(help="Of the encoder, at the first step.")] = None,
     head_learning_rate: Annotated[float | None, typer.Option(help="Of the head.")] = None,
+    decay: Annotated[
+        Literal["constant", "linear", "cosine"], typer.Option(help="Of both learning rates.")
+    ] = "linear",
+    warmup: Annotated[int, typer.Option(help="Steps in which both rates rise from 0 first.")] = 0,
+    weight_decay: Annotated[float, typer.Option(help="Decoupled, to 0; only without an anchor.")] = 0.0,
+    bias_correction: Annotated[
+        float, typer.Option(help="Subtract the noise from AdamW's second moment, down to this; 0 doesn't.")
+    ] = 0.0,
+    clipping: Annotated[
+        Literal["flat", "normalised", "per-role", "adaptive"],
+        typer.Option(help="How a unit's gradient is bounded."),
+    ] = "flat",
     clipping_bound: Annotated[float | None, typer.Option(help="C.")] = None,
+    head_share: Annotated[float, typer.Option(help="Of per-role: the head's share of C².")] = 0.5,
+    clipping_quantile: Annotated[
+        float, typer.Option(help="Of adaptive: share of the gradients to leave unclipped.")
+    ] = 0.5,
+    clipping_rate: Annotated[float, typer.Option(help="Of adaptive: how fast C follows.")] = 0.2,
+    count_noise: Annotated[
+        float | None, typer.Option(help="Of adaptive: noise on the number of unclipped units.")
+    ] = None,
     ascent: Annotated[
         Literal["none", "paired", "fresh", "lagged"] | None,
         typer.Option(help="The method's own if left out."),
     ] = None,
     ascent_radius: Annotated[float | None, typer.Option(help="ρ.")] = None,
+    ascent_noise_ratio: Annotated[
+        float, typer.Option(help="Noise of the ascent's query over the descent's.")
+    ] = 1.0,
     anchor: Annotated[float | None, typer.Option(help="λ of the pull to the base.")] = None,
+    anchor_form: Annotated[
+        Literal["coupled", "decoupled"], typer.Option(help="Through the optimizer, or beside it.")
+    ] = "coupled",
     unit: Annotated[
         str | None, typer.Option(help="Column that says whose row it is; the claim is then per unit.")
     ] = None,
@@ -81,6 +108,13 @@ def train(
     metric: Annotated[
         Literal["accuracy", "macro-f1"], typer.Option(help="Score on the test part.")
     ] = "accuracy",
+    publish_accuracy: Annotated[
+        float | None,
+        typer.Option(help="Release the test accuracy with this much noise, in test units; charged."),
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="About how much the process may take, such as 8GiB.")
+    ] = None,
     max_length: Annotated[int, typer.Option(help="Tokens of a text; longer ones are cut.")] = 64,
     seed: Annotated[int, typer.Option(help="Of initial weights and the split, not of noise.")] = 0,
     simulate: Annotated[
@@ -129,7 +163,7 @@ def train(
         count = public_units(records, settings)
         foreseen = foresee(schedule, count, planned, trained_parameters(adapted, schedule))
         rows = records.train.units.rows_per_unit
-        cost = measure(adapted, schedule, count, settings.max_length, rows)
+        cost = measure(adapted, schedule, count, settings.max_length, rows, settings.memory)
         print_plan(foreseen, cost, json=json)
         return
     from confide.finetune.folder import RunFolder
@@ -152,6 +186,8 @@ _OPTIONS: dict[str, Any] = {
 
 def _read(options: Mapping[str, Any]) -> tuple[Settings, TaskData, PublicBase]:
     """Settings, records and base, from the files that the options name."""
+    from confide.errors import ConfigError
+    from confide.finetune.idle import refuse_idle
     from confide.finetune.run import PublicBase
     from confide.finetune.settings import Settings
     from confide.tasks.files import read_task
@@ -159,10 +195,19 @@ def _read(options: Mapping[str, Any]) -> tuple[Settings, TaskData, PublicBase]:
     given = {name: options[name] for name in Settings.model_fields if name in options}
     given["delta"] = _number_or_rule(options["delta"])
     given["trainable"] = {"kind": options["trainable"], "blocks": options["blocks"], "rank": options["rank"]}
-    settings = Settings.of(
-        {key: value for key, value in given.items() if value is not None},
-        spell=lambda key: "--" + key.rsplit(".", 1)[-1].replace("_", "-"),
+    settings = Settings.of({key: value for key, value in given.items() if value is not None}, _spelled)
+    changed = {name for name, value in options.items() if value != _OPTIONS[name]}
+    refuse_idle(
+        settings,
+        changed | {f"trainable.{name}" for name in changed & {"blocks", "rank"}},
+        _spelled,
     )
+    for name, needed, acts in (
+        ("rows_per_unit", "--unit", options["unit"] is not None),
+        ("test_size", "no --test-data", options["test_data"] is None),
+    ):
+        if name in changed and not acts:
+            raise ConfigError(f"{_spelled(name)} has no effect here: it needs {needed}")
     labels = options["labels"]
     records = read_task(
         Path(options["data"]),
@@ -178,6 +223,10 @@ def _read(options: Mapping[str, Any]) -> tuple[Settings, TaskData, PublicBase]:
         metric=options["metric"],
     )
     return settings, records, PublicBase.of(options["base"])
+
+
+def _spelled(key: str) -> str:
+    return "--" + key.rsplit(".", 1)[-1].replace("_", "-")
 
 
 def _ledger(options: Mapping[str, Any]) -> Ledger | None:
@@ -286,6 +335,7 @@ def _summary(result: FineTuned, out: Path, score: float, signs: Ed25519PrivateKe
         "metric": result.prepared.task.metric,
         "score": score,
         "score_is_private": False,
+        "published": [number.model_dump() for number in statement.published],
     }
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from confide.errors import ConfigError
 from confide.finetune.settings import Settings
 from confide.models.adapters import Adapted
+from confide.privacy.queries import Query
 from confide.privacy.streams import Clipping, ParameterGroup, Schedule, Stream
 
 DEFAULT_ANCHOR = 0.001
 DEFAULT_BATCH = 1024
+ACCURACY = "accuracy"
+"""Name of the query that is published with a release."""
 
 
 def schedule(settings: Settings, adapted: Adapted, units: int, unit: str = "record") -> Schedule:
@@ -38,16 +41,19 @@ def schedule(settings: Settings, adapted: Adapted, units: int, unit: str = "reco
         anchor = 0.0  # a head has no base to be pulled to
     if anchor and settings.weight_decay:
         raise ConfigError("weight_decay pulls to 0 and an anchor to the base; set one of them to 0")
-    groups = [ParameterGroup("encoder", adapted.encoder, settings.learning_rate, anchored=True)]
-    groups.append(ParameterGroup("head", adapted.head, settings.head_learning_rate, anchored=False))
+    every = (
+        ParameterGroup("encoder", adapted.encoder, settings.learning_rate, anchored=True),
+        ParameterGroup("head", adapted.head, settings.head_learning_rate, anchored=False),
+    )
+    groups = tuple(group for group in every if group.parameters)
     sigma = 1.0 if private else 0.0
     stream = Stream(
         name="all",
-        groups=tuple(group for group in groups if group.parameters),
+        groups=groups,
         steps=settings.steps,
         draw="all",
         sampling_rate=batch / units,
-        clipping=Clipping(settings.clipping if private else "none", settings.clipping_bound),
+        clipping=_clipping(settings, groups, batch) if private else Clipping("none", settings.clipping_bound),
         noise_multiplier=sigma,
         denominator=float(batch),
         ascent=ascent,
@@ -56,7 +62,33 @@ def schedule(settings: Settings, adapted: Adapted, units: int, unit: str = "reco
         anchor=anchor,
         anchor_form=settings.anchor_form,
         optimizer=settings.optimizer,
+        bias_correction=settings.bias_correction if private else 0.0,
         decay=settings.decay,
+        warmup=settings.warmup,
         weight_decay=settings.weight_decay,
     )
-    return Schedule((stream,), unit=unit)
+    return Schedule((stream,), unit=unit, queries=_queries(settings))
+
+
+def _clipping(settings: Settings, groups: tuple[ParameterGroup, ...], batch: int) -> Clipping:
+    match settings.clipping:
+        case "adaptive":
+            return Clipping(
+                "adaptive",
+                settings.clipping_bound,
+                quantile=settings.clipping_quantile,
+                quantile_rate=settings.clipping_rate,
+                count_noise=settings.count_noise or batch / 20,
+            )
+        case "per-role":
+            head = settings.head_share
+            shares = tuple(head if group.name == "head" else 1 - head for group in groups)
+            return Clipping("per-role", settings.clipping_bound, shares=shares if len(groups) > 1 else (1.0,))
+        case rule:
+            return Clipping(rule, settings.clipping_bound)
+
+
+def _queries(settings: Settings) -> tuple[Query, ...]:
+    if settings.publish_accuracy is None:
+        return ()
+    return (Query(ACCURACY, "accuracy", (settings.publish_accuracy,)),)

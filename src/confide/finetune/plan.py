@@ -16,6 +16,7 @@ import torch
 from confide.finetune import methods
 from confide.finetune.binding import Anchor, Binding
 from confide.finetune.loop import train
+from confide.finetune.memory import bytes_of, made_up, micro_batch_tokens
 from confide.finetune.prepare import caches, forward_of, micro_batches
 from confide.finetune.run import STEP_TOKENS
 from confide.finetune.settings import Settings
@@ -47,7 +48,12 @@ class Cost:
 
 
 def measure(
-    adapted: Adapted, schedule: Schedule, units: int, max_length: int, rows_per_unit: int = 1
+    adapted: Adapted,
+    schedule: Schedule,
+    units: int,
+    max_length: int,
+    rows_per_unit: int = 1,
+    memory: str | None = None,
 ) -> Cost:
     """Time steps of the real loop on random tokens; no record is looked at.
 
@@ -59,6 +65,10 @@ def measure(
         units: n.
         max_length: tokens of every made-up record.
         rows_per_unit: the most rows of a unit.
+        memory: as in `Settings`.
+
+    Raises:
+        ConfigError: the memory isn't enough.
     """
     classifier = adapted.classifier
     config: Any = classifier.model.config
@@ -66,12 +76,24 @@ def measure(
     shape = Encoded(np.empty(0, np.int32), np.arange(all_rows + 1, dtype=np.int64) * max_length, 0)
     cached = bool(adapted.first_block) and caches(classifier, adapted.first_block, shape)
     drawn = max(stream.sampling_rate for stream in schedule.streams) * all_rows
-    many = max(2 * _FEW_ROWS, min(STEP_TOKENS // max_length, int(drawn)))
-    rows = _made_up(int(config.vocab_size), many, max_length)
+    kept = all_rows * (1 if adapted.first_block == config.num_hidden_layers else max_length) if cached else 0
+    kept *= int(config.hidden_size) * 4
+    tokens = STEP_TOKENS
+    if memory is not None:
+        tokens = micro_batch_tokens(
+            bytes_of(memory),
+            adapted,
+            schedule,
+            kept=kept,
+            max_length=max_length,
+            rows_per_unit=rows_per_unit,
+        )
+    many = max(2 * _FEW_ROWS, min(tokens // max_length, int(drawn)))
+    rows = made_up(int(config.vocab_size), many, max_length)
     inputs: Any = rows
     frozen = 0.0
     if cached:
-        batches = buckets(rows.lengths, np.arange(many), STEP_TOKENS)
+        batches = buckets(rows.lengths, np.arange(many), tokens)
         started = time.perf_counter()
         inputs = features(classifier, rows, adapted.first_block, batches)
         frozen = (time.perf_counter() - started) / many * all_rows
@@ -82,7 +104,7 @@ def measure(
         forward=forward,
         parameters={name: named[name] for name in schedule.parameters},
         batch=inputs.batch,
-        micro_batches=micro_batches(inputs, STEP_TOKENS),
+        micro_batches=micro_batches(inputs, tokens),
         labels=torch.zeros(many, dtype=torch.int64),
         units=UnitMap.records(many),
         anchor_gradient=Anchor(adapted).gradient,
@@ -91,9 +113,8 @@ def measure(
     per_row = max(0.0, many_seconds - few_seconds) / (many - _FEW_ROWS)
     step = max(many_seconds, few_seconds + per_row * (drawn - _FEW_ROWS))
     steps = max(stream.steps for stream in schedule.streams)
-    kept = all_rows * (1 if adapted.first_block == config.num_hidden_layers else max_length) if cached else 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return Cost(frozen + step * steps, step, peak + kept * int(config.hidden_size) * 4)
+    return Cost(frozen + step * steps, step, peak + kept)
 
 
 def fit_to_base(
@@ -152,8 +173,3 @@ def _step(binding: Binding, schedule: Schedule, rows: int) -> float:
         lambda done, total: ends.append(time.perf_counter()),
     )
     return ends[1] - ends[0]
-
-
-def _made_up(vocabulary: int, rows: int, length: int) -> Encoded:
-    tokens = np.random.default_rng(0).integers(0, vocabulary, rows * length, dtype=np.int32)
-    return Encoded(tokens, np.arange(rows + 1, dtype=np.int64) * length, 0)

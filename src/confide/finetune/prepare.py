@@ -72,6 +72,13 @@ class Prepared:
             self._features[key] = features(classifier, source, first_block, batches, lower, advance)
         return self._features[key]
 
+    def cached_bytes(self, classifier: Classifier, first_block: int) -> int:
+        """Bytes of the frozen blocks' outputs for all records; 0 where they aren't kept."""
+        if not first_block:
+            return 0
+        kept = [split for split in self._encoded.values() if caches(classifier, first_block, split)]
+        return sum(_bytes(classifier, first_block, split) for split in kept)
+
     def forget(self, split: Split) -> None:
         """Free the features of a split."""
         self._features = {key: value for key, value in self._features.items() if key[0] != split}
@@ -81,9 +88,13 @@ def caches(classifier: Classifier, first_block: int, encoded: Source) -> bool:
     """Whether the frozen blocks' outputs are kept: the architecture is known and they fit in memory."""
     if not supports(classifier):
         return False
+    return _bytes(classifier, first_block, encoded) <= _CACHE_BYTES
+
+
+def _bytes(classifier: Classifier, first_block: int, encoded: Source) -> int:
     config: Any = classifier.model.config
     tokens = len(encoded) if first_block == config.num_hidden_layers else int(encoded.lengths.sum())
-    return tokens * int(config.hidden_size) * 4 <= _CACHE_BYTES
+    return tokens * int(config.hidden_size) * 4
 
 
 def forward_of(

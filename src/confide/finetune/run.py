@@ -19,6 +19,7 @@ from confide.finetune.charge import charged
 from confide.finetune.checkpoint import Begun, Unfinished
 from confide.finetune.fingerprint import fingerprint
 from confide.finetune.loop import History, train
+from confide.finetune.memory import bytes_of, micro_batch_tokens
 from confide.finetune.prepare import (
     Prepared,
     Progress,
@@ -28,11 +29,17 @@ from confide.finetune.prepare import (
     score_test,
     silent,
 )
-from confide.finetune.selfcheck import check_gradients, check_noise, check_rows_are_independent
+from confide.finetune.published import noisy_accuracy
+from confide.finetune.selfcheck import (
+    check_finite,
+    check_gradients,
+    check_noise,
+    check_rows_are_independent,
+)
 from confide.finetune.settings import Settings
 from confide.gradients.keys import Keys
 from confide.models.adapters import Adapted, adapt, plain_state
-from confide.models.backbones import Classifier, load_classifier, resolve
+from confide.models.backbones import Classifier, load_classifier, positions_of, resolve
 from confide.privacy import statement as statements
 from confide.privacy.calibration import calibrate, resolve_delta
 from confide.privacy.composition import new_run, training_spending, training_statement
@@ -50,6 +57,7 @@ if TYPE_CHECKING:
     from confide.privacy.ledger import Ledger
 
 STEP_TOKENS = 8192
+_MICRO_BATCH = "the tokens of a micro-batch"
 
 
 @dataclass(frozen=True)
@@ -158,10 +166,7 @@ def prepare(task: TaskData, base: PublicBase, max_length: int) -> Prepared:
         ConfigError: texts may be longer than the base has positions.
     """
     classifier = load_classifier(base.folder, task.labels, seed=0)
-    positions = min(
-        int(getattr(classifier.model.config, "max_position_embeddings", max_length)),
-        int(classifier.tokenizer.model_max_length),
-    )
+    positions = min(positions_of(classifier.model, max_length), int(classifier.tokenizer.model_max_length))
     if max_length > positions:
         raise ConfigError(f"max_length is {max_length}, but the base reads at most {positions} tokens")
     return Prepared(task, classifier.tokenizer, max_length)
@@ -180,6 +185,11 @@ def plan(
     Nothing is drawn and no record is looked at; only n is, where it isn't declared.
     """
     check_task_name(task.name)
+    if settings.publish_accuracy is not None and task.metric != "accuracy":
+        raise ConfigError(
+            f"publish_accuracy counts test units that are labelled rightly, but the metric is {task.metric}; "
+            "only `accuracy` has a known sensitivity"
+        )
     adapted = adapt(classifier, settings.trainable, settings.seed)
     units = task.train.units
     count = public_units(task, settings)
@@ -247,6 +257,8 @@ def finetune(
         simulated=keys.simulated,
     )
     found["schedule"] = spending.model_dump_json()
+    tokens = _micro_batch(prepared, adapted, schedule, settings, begun)
+    found[_MICRO_BATCH] = str(tokens)
     if begun:
         begun.check(found)
     elif unfinished:
@@ -262,6 +274,7 @@ def finetune(
         module, forward = forward_of(classifier, adapted.first_block, inputs)
         named = dict(classifier.model.named_parameters())
         trained = {name: named[name] for name in schedule.parameters}
+        check_finite(classifier, forward, inputs)
         if schedule.private:
             check_rows_are_independent(classifier, forward, inputs)
             check_gradients(classifier, module, forward, trained, inputs)
@@ -272,7 +285,7 @@ def finetune(
             forward=forward,
             parameters=trained,
             batch=inputs.batch,
-            micro_batches=micro_batches(inputs, STEP_TOKENS),
+            micro_batches=micro_batches(inputs, tokens),
             labels=labels_of(task),
             units=units,
             anchor_gradient=Anchor(adapted).gradient,
@@ -286,6 +299,7 @@ def finetune(
             unfinished.latest(run) if unfinished else None,
             partial(unfinished.after_step, run) if unfinished else lambda state: None,
         )
+        published = noisy_accuracy(prepared, adapted, schedule, keys.noise)
     entry = charge.settle(history.steps_run)
     statement = training_statement(
         schedule=schedule,
@@ -297,9 +311,28 @@ def finetune(
         steps_run=history.steps_run,
         labels_from=task.labels_from,
         simulated=keys.simulated,
+        published=published,
         ledger=entry,
     )
     return FineTuned(prepared, adapted, settings, schedule, history, statement, unfinished)
+
+
+def _micro_batch(
+    prepared: Prepared, adapted: Adapted, schedule: Schedule, settings: Settings, begun: Begun | None
+) -> int:
+    """Tokens of a micro-batch; a run that goes on keeps what it measured first, as rounding depends on it."""
+    if settings.memory is None:
+        return STEP_TOKENS
+    if begun and _MICRO_BATCH in begun.fingerprint:
+        return int(begun.fingerprint[_MICRO_BATCH])
+    return micro_batch_tokens(
+        bytes_of(settings.memory),
+        adapted,
+        schedule,
+        kept=prepared.cached_bytes(adapted.classifier, adapted.first_block),
+        max_length=settings.max_length,
+        rows_per_unit=prepared.task.train.units.rows_per_unit,
+    )
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:

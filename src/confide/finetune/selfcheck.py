@@ -53,6 +53,23 @@ def check_rows_are_independent(
             )
 
 
+def check_finite(
+    classifier: Classifier, forward: Callable[[dict[str, Tensor]], Tensor], inputs: Source
+) -> None:
+    """Run two made-up rows: a base whose loss is NaN from the start never learns, and each step is charged.
+
+    Raises:
+        ModelError: an output isn't finite.
+    """
+    rows = _public_rows(classifier, inputs)
+    with torch.no_grad():
+        if not bool(forward(rows.batch(np.arange(len(rows)))).isfinite().all()):
+            raise ModelError(
+                "the base's outputs on made-up rows aren't finite, so losses would be NaN from the start; "
+                "its weights or its configuration are broken"
+            )
+
+
 def check_gradients(
     classifier: Classifier,
     module: nn.Module,

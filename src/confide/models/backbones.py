@@ -83,6 +83,20 @@ def load_classifier(folder: Path, labels: tuple[str, ...], seed: int) -> Classif
     return classifier
 
 
+def positions_of(model: Any, otherwise: int) -> int:
+    """The most tokens that a model has positions for; `otherwise` where its configuration says nothing.
+
+    RoBERTa and its kin keep the first positions for padding, so that their table is longer than any text.
+    """
+    table = int(getattr(model.config, "max_position_embeddings", otherwise))
+    reserved = [
+        module.padding_idx + 1
+        for name, module in model.named_modules()
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None
+    ]
+    return table - max(reserved, default=0)
+
+
 def load_trained(folder: Path, labels: tuple[str, ...]) -> Classifier:
     """Load a classifier that was trained, with its own head.
 

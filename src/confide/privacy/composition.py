@@ -19,6 +19,7 @@ from confide.privacy.statement import (
     Claim,
     LedgerEntry,
     OwnersChecked,
+    Published,
     Said,
     Spending,
     Statement,
@@ -97,6 +98,7 @@ def training_statement(
     labels_from: Literal["declared", "file"] = "declared",
     simulated: bool = False,
     weights: Mapping[str, str] | None = None,
+    published: Sequence[Published] = (),
     ledger: LedgerEntry | None = None,
 ) -> Statement:
     """What one training run claims.
@@ -106,6 +108,7 @@ def training_statement(
         base: the public model that was fine-tuned.
         labels_from: whether the labels were declared or read from the data.
         weights: SHA-256 by path; writing the release fills them in.
+        published: noisy numbers that the schedule's queries paid for.
         ledger: where the run was charged.
 
     Raises:
@@ -128,6 +131,7 @@ def training_statement(
         delta=spending.delta,
         labels_from=labels_from,
     )
+    sentences += words.test_units(dataset, published)
     return Statement(
         kind="training",
         confide=version("confide"),
@@ -137,6 +141,7 @@ def training_statement(
         weights=dict(weights or {}),
         spendings=(spending,),
         assumptions=sentences if claim else (),
+        published=tuple(published),
         ledger=ledger,
     )
 
@@ -220,6 +225,7 @@ def check(statement: Statement) -> None:
         raise PrivacyError("the statement lists a run twice")
     for spending in statement.spendings:
         check_spending(spending)
+    _check_published(statement)
     if statement.kind == "merge":
         _check_inputs(statement)
     elif len(statement.spendings) != 1 or statement.inputs or statement.disjoint:
@@ -253,6 +259,24 @@ def check(statement: Statement) -> None:
             f"the claim doesn't hold: it says epsilon is certainly above {claim.epsilon_lower:.6g}, but its "
             f"events cost at most {honest.epsilon:.6g}"
         )
+
+
+def _check_published(statement: Statement) -> None:
+    """Whether a query of the schedule paid for every number that is published, each for one."""
+    paid = {
+        query.name: query
+        for spending in statement.spendings
+        if statement.kind == "training" and spending.schedule
+        for query in spending.schedule.queries
+        if query.purpose == "accuracy"
+    }
+    for number in statement.published:
+        query = paid.pop(number.query, None)
+        if query is None or query.noise_multipliers != (number.noise,):
+            raise PrivacyError(
+                f"the statement publishes {number.metric} = {number.value:.4g} with noise {number.noise:g}, "
+                "but no query of its schedule paid for that"
+            )
 
 
 def _check_inputs(statement: Statement) -> None:

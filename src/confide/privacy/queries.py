@@ -24,7 +24,8 @@ class Query:
         purpose: what is released, and so what a noise multiplier counts in:
             `gram`: per layer, Σ XᵢᵀXᵢ over units whose tokens are scaled to energy Σₜ‖xₜ‖² ≤ R²; in R², on
             the isometric vector (Gⱼⱼ, √2·Gⱼₖ). `fisher`: per parameter group, Σ g∘g over units with
-            ‖g‖ ≤ C; in C². `accuracy`: how many records are labelled rightly; in records.
+            ‖g‖ ≤ C; in C². `accuracy`: how many test units are labelled rightly, one with several rows
+            by the mean over them; in units.
         noise_multipliers: of each released array, positive. Calibration never changes them.
     """
 

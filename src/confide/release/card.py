@@ -11,7 +11,7 @@ from confide.privacy.events import queries
 from confide.privacy.meaning import ADVERSARY, NO_ADVERSARY, not_protected, promise
 from confide.privacy.signature import fingerprint
 from confide.privacy.statement import Claim, Spending, Statement
-from confide.privacy.words import apart, round_up
+from confide.privacy.words import apart, publication, round_up
 from confide.release.format import Head, ReleaseInfo
 
 FILE_NAME = "README.md"
@@ -38,6 +38,7 @@ def render(
         _what(info, statement),
         *([_merge(report)] if report else []),
         *(["## Labels\n\n" + "\n".join(_labels(head) for head in info.heads)] if info.heads else []),
+        *(["## Score\n\n" + "\n".join(map(publication, statement.published))] if statement.published else []),
         "## How to load it\n\n" + (_load_merged(info.heads) if merged else _load_model()),
         "## Privacy\n\n" + _claim(statement, signed_by),
         "## Licence\n\nUnknown: ask whoever made this release. The base model's licence applies too.",

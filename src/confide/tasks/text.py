@@ -63,7 +63,8 @@ def encode(tokenizer: Any, texts: Sequence[str], max_length: int) -> Encoded:
         tokenizer: a Hugging Face tokenizer with a padding token.
 
     Raises:
-        DataError: the tokenizer has no padding token, or cuts below its own special tokens.
+        DataError: the tokenizer has no padding token, or cuts below its own special tokens; a text without a
+            token, which has no gradient.
     """
     if tokenizer.pad_token_id is None:
         raise DataError("the tokenizer has no padding token; set tokenizer.pad_token before encoding")
@@ -79,6 +80,9 @@ def encode(tokenizer: Any, texts: Sequence[str], max_length: int) -> Encoded:
             return_token_type_ids=False,
         )["input_ids"]
     lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
+    if not lengths.all():
+        row = int(np.argmin(lengths != 0))
+        raise DataError(f"text {row + 1} is empty: it has no token; fill or drop it")
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     tokens = np.fromiter((token for row in rows for token in row), dtype=np.int32, count=int(offsets[-1]))
     return Encoded(tokens, offsets, int(tokenizer.pad_token_id))
