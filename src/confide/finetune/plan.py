@@ -16,16 +16,17 @@ import torch
 from confide.finetune import methods
 from confide.finetune.binding import Anchor, Binding
 from confide.finetune.loop import train
-from confide.finetune.prepare import caches, forward_of, micro_batches
+from confide.finetune.prepare import caches, forward_of, loss_of, made_up, micro_batches
 from confide.finetune.run import STEP_TOKENS
 from confide.finetune.settings import Settings
 from confide.gradients.keys import Keys
 from confide.models.adapters import Adapted, adapt
 from confide.models.backbones import load_classifier, resolve
-from confide.models.tail import features
+from confide.models.tail import features, pools
 from confide.privacy.solve import Known
 from confide.privacy.streams import Schedule
 from confide.privacy.units import UnitMap
+from confide.release.format import Problem
 from confide.tasks.text import Encoded, buckets
 
 _FEW_ROWS = 4
@@ -57,17 +58,19 @@ def measure(
         adapted: a model of its own.
         schedule: as it would be trained.
         units: n.
-        max_length: tokens of every made-up record.
+        max_length: tokens of every made-up text; an image has as many as it has.
         rows_per_unit: the most rows of a unit.
     """
     classifier = adapted.classifier
     config: Any = classifier.model.config
+    max_length = int(made_up(classifier, np.array([max_length])).lengths[0])
     all_rows = units * rows_per_unit
     shape = Encoded(np.empty(0, np.int32), np.arange(all_rows + 1, dtype=np.int64) * max_length, 0)
+    problem = classifier.problem
     cached = bool(adapted.first_block) and caches(classifier, adapted.first_block, shape)
     drawn = max(stream.sampling_rate for stream in schedule.streams) * all_rows
     many = max(2 * _FEW_ROWS, min(STEP_TOKENS // max_length, int(drawn)))
-    rows = _made_up(int(config.vocab_size), many, max_length)
+    rows = made_up(classifier, np.full(many, max_length))
     inputs: Any = rows
     frozen = 0.0
     if cached:
@@ -83,15 +86,17 @@ def measure(
         parameters={name: named[name] for name in schedule.parameters},
         batch=inputs.batch,
         micro_batches=micro_batches(inputs, STEP_TOKENS),
-        labels=torch.zeros(many, dtype=torch.int64),
+        labels=_zeros(problem, many, max_length),
         units=UnitMap.records(many),
         anchor_gradient=Anchor(adapted).gradient,
+        loss=loss_of(problem),
     )
     few_seconds, many_seconds = (_step(binding, schedule, count) for count in (_FEW_ROWS, many))
     per_row = max(0.0, many_seconds - few_seconds) / (many - _FEW_ROWS)
     step = max(many_seconds, few_seconds + per_row * (drawn - _FEW_ROWS))
     steps = max(stream.steps for stream in schedule.streams)
-    kept = all_rows * (1 if adapted.first_block == config.num_hidden_layers else max_length) if cached else 0
+    only_first = pools(classifier) and adapted.first_block == config.num_hidden_layers
+    kept = all_rows * (1 if only_first else max_length) if cached else 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return Cost(frozen + step * steps, step, peak + kept * int(config.hidden_size) * 4)
 
@@ -154,6 +159,11 @@ def _step(binding: Binding, schedule: Schedule, rows: int) -> float:
     return ends[1] - ends[0]
 
 
-def _made_up(vocabulary: int, rows: int, length: int) -> Encoded:
-    tokens = np.random.default_rng(0).integers(0, vocabulary, rows * length, dtype=np.int32)
-    return Encoded(tokens, np.arange(rows + 1, dtype=np.int64) * length, 0)
+def _zeros(problem: Problem, rows: int, length: int) -> torch.Tensor:
+    match problem.target:
+        case "class":
+            return torch.zeros(rows, dtype=torch.int64)
+        case "number":
+            return torch.zeros(rows, 1)
+        case "tokens":
+            return torch.zeros(rows, length, dtype=torch.int64)
