@@ -33,7 +33,7 @@ def prepared(classifier: Classifier, sentences: Sentences) -> Prepared:
         return Records.of([text for text, _ in rows], [("neg", "pos").index(label) for _, label in rows])
 
     task = TaskData("films", ("neg", "pos"), "declared", "accuracy", records(20, 1), records(9, 2), "made up")
-    return Prepared(task, classifier.tokenizer, 20)
+    return Prepared(task, classifier, 20)
 
 
 @pytest.mark.parametrize("split", ["train", "test"])

@@ -56,7 +56,7 @@ def test_it_is_the_count_of_right_test_units(tiny_base: Path, make_task: MakeTas
     (precise,) = exact.statement.published
     assert precise.value == pytest.approx(exact.score(), abs=1e-5)
     assert precise.value != exact.score()
-    with pytest.raises(PrivacyError, match="accuracy.* alone cost"):
+    with pytest.raises(PrivacyError, match=r"accuracy.* alone cost"):
         tune(tiny_base, make_task(), 1, publish_accuracy=1e-6)
 
 

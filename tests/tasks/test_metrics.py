@@ -28,7 +28,7 @@ def test_bounds() -> None:
 
 
 def test_bad_input() -> None:
-    with pytest.raises(ConfigError, match="'f1'; use 'accuracy' or 'macro-f1'"):
+    with pytest.raises(ConfigError, match="'f1'; use one of accuracy, macro-f1"):
         score("f1", np.array([0]), np.array([0]))  # type: ignore[arg-type]
     for predictions, labels in (([], []), ([0, 1], [0]), ([[0]], [[0]])):
         with pytest.raises(DataError, match="can't be scored"):

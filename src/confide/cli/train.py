@@ -35,13 +35,25 @@ def train(
     base: Annotated[
         str | None, typer.Option(help="Public base: a folder, a Hugging Face id or package:NAME.")
     ] = None,
-    data: Annotated[Path | None, typer.Option(help="CSV, TSV, JSON Lines or Parquet file.")] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="CSV, TSV, JSON Lines or Parquet file; or a folder of images for each class."),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write; must not exist.")] = None,
     dataset: Annotated[
         str | None, typer.Option(help="Name of the data set, by which its spending is told apart.")
     ] = None,
     text: Annotated[str, typer.Option(help="Column of texts.")] = "text",
+    text_pair: Annotated[str | None, typer.Option(help="Column of second texts, for pairs.")] = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="Column of lists of words, each with a label of its own.")
+    ] = None,
+    image: Annotated[str | None, typer.Option(help="Column of paths of images.")] = None,
+    image_size: Annotated[int, typer.Option(help="Side that images are resized to, in pixels.")] = 224,
     label: Annotated[str, typer.Option(help="Column of labels.")] = "label",
+    label_range: Annotated[
+        str | None, typer.Option(help="LOW,HIGH: labels are numbers between these; public.")
+    ] = None,
     labels: Annotated[
         str | None, typer.Option(help="Class names, comma-separated, in the order of the logits.")
     ] = None,
@@ -106,8 +118,9 @@ def train(
     test_size: Annotated[float, typer.Option(help="Share of units kept for testing.")] = 0.2,
     test_data: Annotated[Path | None, typer.Option(help="A test file instead.")] = None,
     metric: Annotated[
-        Literal["accuracy", "macro-f1"], typer.Option(help="Score on the test part.")
-    ] = "accuracy",
+        Literal["accuracy", "macro-f1", "pearson", "spearman", "rmse"] | None,
+        typer.Option(help="Score on the test part; accuracy for classes, pearson for numbers if left out."),
+    ] = None,
     publish_accuracy: Annotated[
         float | None,
         typer.Option(help="Release the test accuracy with this much noise, in test units; charged."),
@@ -135,7 +148,7 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be spent, and stop.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Fine-tune a classifier on your own records under differential privacy."""
+    """Fine-tune a model on your own records under differential privacy."""
     from confide.errors import ConfigError
 
     options = {name: value for name, value in locals().items() if name in _OPTIONS}
@@ -158,7 +171,7 @@ def train(
         from confide.models.backbones import load_classifier
         from confide.privacy.plan import plan as foresee
 
-        classifier = load_classifier(public.folder, records.labels, settings.seed)
+        classifier = load_classifier(public.folder, records.labels, settings.seed, records.problem)
         adapted, schedule, planned = plan(records, classifier, settings)
         count = public_units(records, settings)
         foreseen = foresee(schedule, count, planned, trained_parameters(adapted, schedule))
@@ -211,8 +224,8 @@ def _read(options: Mapping[str, Any]) -> tuple[Settings, TaskData, PublicBase]:
     labels = options["labels"]
     records = read_task(
         Path(options["data"]),
-        text=options["text"],
-        label=options["label"],
+        **{name: options[name] for name in ("text", "text_pair", "tokens", "image", "image_size", "label")},
+        label_range=_range(options["label_range"]),
         labels=labels.split(",") if labels is not None else None,
         name=options["task"] or options["dataset"],
         unit=options["unit"],
@@ -339,6 +352,18 @@ def _summary(result: FineTuned, out: Path, score: float, signs: Ed25519PrivateKe
     }
 
 
+def _range(said: str | None) -> tuple[float, float] | None:
+    from confide.errors import ConfigError
+
+    if said is None:
+        return None
+    try:
+        low, high = map(float, said.split(","))
+    except ValueError:
+        raise ConfigError(f"--label-range: two numbers with a comma between them, not {said}") from None
+    return low, high
+
+
 def _number_or_rule(delta: str) -> float | str:
     from confide.errors import ConfigError
 
@@ -356,6 +381,7 @@ def _number_or_rule(delta: str) -> float | str:
 def _show(result: FineTuned, statement: Statement, summary: dict[str, Any], score: float) -> None:
     from confide.privacy.calibration import delta_warning
     from confide.privacy.words import describe
+    from confide.tasks.metrics import in_words
 
     for line in describe(result.statement):
         print(line)
@@ -365,7 +391,7 @@ def _show(result: FineTuned, statement: Statement, summary: dict[str, Any], scor
     print(signed(statement))
     task = result.prepared.task
     print(
-        f"{summary['metric']} on {len(task.test)} test records: {100 * score:.1f} %. "
+        f"On {len(task.test)} test records: {in_words(task.metric, score)}. "
         "This number is not noised: it is for you, and no part of the release."
     )
     print(

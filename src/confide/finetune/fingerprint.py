@@ -74,12 +74,11 @@ def difference(began: Mapping[str, str], now: Mapping[str, str]) -> str | None:
 def _records(prepared: Prepared) -> Iterator[bytes]:
     task = prepared.task
     yield json.dumps([task.name, task.labels, task.labels_from, task.metric]).encode()
+    yield task.problem.model_dump_json().encode()
     for records in (task.train, task.test):
         units = records.units
         yield json.dumps([len(records), units.name, units.count, units.rows_per_unit]).encode()
-        yield records.labels.tobytes()
-        yield units.unit_of_row.tobytes()
-        yield from (text.encode(errors="surrogatepass") for text in records.texts)
+        yield from records.content()
 
 
 def _keyed(key: Key, parts: Iterator[bytes]) -> str:

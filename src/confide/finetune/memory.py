@@ -15,13 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from confide.errors import ConfigError
-from confide.finetune.prepare import forward_of
-from confide.gradients import losses
+from confide.finetune.prepare import forward_of, kept_tokens, loss_of, made_up, made_up_targets
 from confide.gradients.engine import Engine
 from confide.models.adapters import Adapted
 from confide.models.tail import features
 from confide.privacy.streams import Schedule, Stream
-from confide.tasks.text import Encoded
 
 _UNITS = {"MB": 10**6, "MiB": 2**20, "GB": 10**9, "GiB": 2**30}
 _FEW, _MANY = 2, 6  # rows; two points of a straight line
@@ -32,12 +30,6 @@ def bytes_of(memory: str) -> int:
     """Bytes of `8GiB`, `500MB` and the like."""
     unit = memory.lstrip("0123456789.")
     return int(float(memory.removesuffix(unit)) * _UNITS[unit])
-
-
-def made_up(vocabulary: int, rows: int, length: int) -> Encoded:
-    """Rows of random tokens, all of one length; no record is looked at."""
-    tokens = np.random.default_rng(0).integers(0, vocabulary, rows * length, dtype=np.int32)
-    return Encoded(tokens, np.arange(rows + 1, dtype=np.int64) * length, 0)
 
 
 def micro_batch_tokens(
@@ -65,7 +57,8 @@ def micro_batch_tokens(
     Raises:
         ConfigError: not even one unit fits; says how much would be enough.
     """
-    width = 1 if kept and _only_head(adapted) else max_length
+    row = made_up(adapted.classifier, np.array([max_length]))
+    width = kept_tokens(adapted.classifier, adapted.first_block, row) if kept else int(row.lengths[0])
     few, many = (_peak(adapted, schedule, bool(kept), rows, max_length) for rows in (_FEW, _MANY))
     per_token = max(1.0, _MARGIN * (many - few) / ((_MANY - _FEW) * width))
     fixed = _process() + kept + _held(adapted, schedule) + max(0.0, few - per_token * _FEW * width)
@@ -86,11 +79,6 @@ def _process() -> int:
     return peak * (1 if sys.platform == "darwin" else 1024)
 
 
-def _only_head(adapted: Adapted) -> bool:
-    config: Any = adapted.classifier.model.config
-    return bool(adapted.first_block == config.num_hidden_layers)
-
-
 def _held(adapted: Adapted, schedule: Schedule) -> int:
     """Bytes that a step keeps beside the sums: the optimizer's state, the ascent's direction, the base."""
     named = dict(adapted.classifier.model.named_parameters())
@@ -105,16 +93,17 @@ def _held(adapted: Adapted, schedule: Schedule) -> int:
 def _peak(adapted: Adapted, schedule: Schedule, cached: bool, rows: int, length: int) -> int:
     """The most bytes of tensors at once in the clipped sums of one micro-batch."""
     classifier = adapted.classifier
-    config: Any = classifier.model.config
-    inputs: Any = made_up(int(config.vocab_size), rows, length)
+    inputs: Any = made_up(classifier, np.full(rows, length))
     if cached:
         inputs = features(classifier, inputs, adapted.first_block, [np.arange(rows)])
     module, forward = forward_of(classifier, adapted.first_block, inputs)
     named = dict(classifier.model.named_parameters())
-    labels = torch.zeros(rows, dtype=torch.int64)
+    lengths = torch.from_numpy(inputs.lengths)
 
     def loss() -> Tensor:
-        return losses.classification(forward(inputs.batch(np.arange(rows))), labels)
+        outputs = forward(inputs.batch(np.arange(rows)))
+        targets = made_up_targets(classifier.problem, outputs, torch.arange(rows), lengths)
+        return loss_of(classifier.problem)(outputs, targets)
 
     return max(
         _sums_peak(module, loss, rows, stream, {name: named[name] for name in stream.parameters})

@@ -16,8 +16,15 @@ import torch
 from confide.finetune import methods
 from confide.finetune.binding import Anchor, Binding
 from confide.finetune.loop import train
-from confide.finetune.memory import bytes_of, made_up, micro_batch_tokens
-from confide.finetune.prepare import caches, forward_of, micro_batches
+from confide.finetune.memory import bytes_of, micro_batch_tokens
+from confide.finetune.prepare import (
+    caches,
+    forward_of,
+    kept_tokens,
+    loss_of,
+    made_up,
+    micro_batches,
+)
 from confide.finetune.run import STEP_TOKENS
 from confide.finetune.settings import Settings
 from confide.gradients.keys import Keys
@@ -27,6 +34,7 @@ from confide.models.tail import features
 from confide.privacy.solve import Known
 from confide.privacy.streams import Schedule
 from confide.privacy.units import UnitMap
+from confide.release.format import Problem
 from confide.tasks.text import Encoded, buckets
 
 _FEW_ROWS = 4
@@ -63,7 +71,7 @@ def measure(
         adapted: a model of its own.
         schedule: as it would be trained.
         units: n.
-        max_length: tokens of every made-up record.
+        max_length: tokens of every made-up text; an image has as many as it has.
         rows_per_unit: the most rows of a unit.
         memory: as in `Settings`.
 
@@ -72,11 +80,13 @@ def measure(
     """
     classifier = adapted.classifier
     config: Any = classifier.model.config
+    max_length = int(made_up(classifier, np.array([max_length])).lengths[0])
     all_rows = units * rows_per_unit
     shape = Encoded(np.empty(0, np.int32), np.arange(all_rows + 1, dtype=np.int64) * max_length, 0)
+    problem = classifier.problem
     cached = bool(adapted.first_block) and caches(classifier, adapted.first_block, shape)
     drawn = max(stream.sampling_rate for stream in schedule.streams) * all_rows
-    kept = all_rows * (1 if adapted.first_block == config.num_hidden_layers else max_length) if cached else 0
+    kept = kept_tokens(classifier, adapted.first_block, shape) if cached else 0
     kept *= int(config.hidden_size) * 4
     tokens = STEP_TOKENS
     if memory is not None:
@@ -89,7 +99,7 @@ def measure(
             rows_per_unit=rows_per_unit,
         )
     many = max(2 * _FEW_ROWS, min(tokens // max_length, int(drawn)))
-    rows = made_up(int(config.vocab_size), many, max_length)
+    rows = made_up(classifier, np.full(many, max_length))
     inputs: Any = rows
     frozen = 0.0
     if cached:
@@ -105,9 +115,10 @@ def measure(
         parameters={name: named[name] for name in schedule.parameters},
         batch=inputs.batch,
         micro_batches=micro_batches(inputs, tokens),
-        labels=torch.zeros(many, dtype=torch.int64),
+        labels=_zeros(problem, many, max_length),
         units=UnitMap.records(many),
         anchor_gradient=Anchor(adapted).gradient,
+        loss=loss_of(problem),
     )
     few_seconds, many_seconds = (_step(binding, schedule, count) for count in (_FEW_ROWS, many))
     per_row = max(0.0, many_seconds - few_seconds) / (many - _FEW_ROWS)
@@ -173,3 +184,13 @@ def _step(binding: Binding, schedule: Schedule, rows: int) -> float:
         lambda done, total: ends.append(time.perf_counter()),
     )
     return ends[1] - ends[0]
+
+
+def _zeros(problem: Problem, rows: int, length: int) -> torch.Tensor:
+    match problem.target:
+        case "class":
+            return torch.zeros(rows, dtype=torch.int64)
+        case "number":
+            return torch.zeros(rows, 1)
+        case "tokens":
+            return torch.zeros(rows, length, dtype=torch.int64)

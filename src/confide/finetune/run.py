@@ -24,10 +24,11 @@ from confide.finetune.prepare import (
     Prepared,
     Progress,
     forward_of,
-    labels_of,
+    loss_of,
     micro_batches,
     score_test,
     silent,
+    targets,
 )
 from confide.finetune.published import noisy_accuracy
 from confide.finetune.selfcheck import (
@@ -39,13 +40,20 @@ from confide.finetune.selfcheck import (
 from confide.finetune.settings import Settings
 from confide.gradients.keys import Keys
 from confide.models.adapters import Adapted, adapt, plain_state
-from confide.models.backbones import Classifier, load_classifier, positions_of, resolve
+from confide.models.backbones import (
+    Classifier,
+    answer_in,
+    load_classifier,
+    positions_of,
+    resolve,
+    stored_names,
+)
 from confide.privacy import statement as statements
 from confide.privacy.calibration import calibrate, resolve_delta
 from confide.privacy.composition import new_run, training_spending, training_statement
 from confide.privacy.statement import Base, Statement
 from confide.privacy.streams import Budget, Schedule
-from confide.release.format import WEIGHTS, Head, ReleaseInfo
+from confide.release.format import PREPROCESSOR, WEIGHTS, Head, ReleaseInfo, preprocessor
 from confide.release.hashes import base_hash
 from confide.release.tensors import write_tensors
 from confide.release.write import check_task_name, write_release
@@ -139,6 +147,7 @@ class FineTuned:
         task = self.prepared.task
         head = Head(
             task=task.name,
+            problem=task.problem,
             labels=task.labels,
             labels_from=task.labels_from,
             metric=task.metric,
@@ -149,10 +158,18 @@ class FineTuned:
 
     def _save(self, folder: Path) -> None:
         classifier = self.adapted.classifier
-        state = plain_state(self.adapted)
-        write_tensors(folder / WEIGHTS, {name: tensor.numpy() for name, tensor in state.items()})
+        state = {**plain_state(self.adapted), **classifier.unused}
+        stored = stored_names(classifier, state)
+        write_tensors(folder / WEIGHTS, {name: tensor.numpy() for name, tensor in stored.items()})
         classifier.model.config.architectures = [type(classifier.model).__name__]  # type: ignore[union-attr]
         classifier.model.config.save_pretrained(folder)  # type: ignore[union-attr,operator]
+        if classifier.tokenizer is None:
+            size, colours = classifier.problem.image_size, classifier.colours
+            assert size is not None
+            assert colours is not None
+            own = dict(zip(("image_mean", "image_std"), colours, strict=True))
+            files.write_json(folder / PREPROCESSOR, preprocessor(own, size))
+            return
         try:
             classifier.tokenizer.save_pretrained(folder)
         except Exception as error:  # a full disk is a bare Exception in the tokenizers library
@@ -160,16 +177,19 @@ class FineTuned:
 
 
 def prepare(task: TaskData, base: PublicBase, max_length: int) -> Prepared:
-    """Tokenise a task for a base.
+    """Read a task as a base does.
 
     Raises:
         ConfigError: texts may be longer than the base has positions.
+        ModelError: the base has no such head, or can't read images of this size.
     """
-    classifier = load_classifier(base.folder, task.labels, seed=0)
+    classifier = load_classifier(base.folder, task.labels, seed=0, problem=task.problem)
+    if task.problem.inputs == "image":
+        return Prepared(task, classifier, max_length)
     positions = min(positions_of(classifier.model, max_length), int(classifier.tokenizer.model_max_length))
     if max_length > positions:
         raise ConfigError(f"max_length is {max_length}, but the base reads at most {positions} tokens")
-    return Prepared(task, classifier.tokenizer, max_length)
+    return Prepared(task, classifier, max_length)
 
 
 def public_units(task: TaskData, settings: Settings) -> int:
@@ -190,6 +210,8 @@ def plan(
             f"publish_accuracy counts test units that are labelled rightly, but the metric is {task.metric}; "
             "only `accuracy` has a known sensitivity"
         )
+    if settings.publish_accuracy is not None and task.problem.target != "class":
+        raise ConfigError("publish_accuracy counts rows with one label each, not labels of words")
     adapted = adapt(classifier, settings.trainable, settings.seed)
     units = task.train.units
     count = public_units(task, settings)
@@ -243,7 +265,7 @@ def finetune(
     found = fingerprint(prepared, settings, base.identity, base.folder, dataset, simulate, keys.sampling)
     if begun:
         begun.check(found)
-    classifier = load_classifier(base.folder, task.labels, settings.seed)
+    classifier = load_classifier(base.folder, task.labels, settings.seed, task.problem)
     adapted, schedule, delta = plan(task, classifier, settings)
     on_plan(schedule)
     units = task.train.units
@@ -286,9 +308,10 @@ def finetune(
             parameters=trained,
             batch=inputs.batch,
             micro_batches=micro_batches(inputs, tokens),
-            labels=labels_of(task),
+            labels=targets(prepared),
             units=units,
             anchor_gradient=Anchor(adapted).gradient,
+            loss=loss_of(task.problem),
         )
         history = train(
             binding,
@@ -301,6 +324,8 @@ def finetune(
         )
         published = noisy_accuracy(prepared, adapted, schedule, keys.noise)
     entry = charge.settle(history.steps_run)
+    if task.problem.label_range:
+        answer_in(classifier, task.problem.label_range)
     statement = training_statement(
         schedule=schedule,
         delta=delta,
@@ -310,6 +335,7 @@ def finetune(
         base=base.identity,
         steps_run=history.steps_run,
         labels_from=task.labels_from,
+        label_range=task.problem.label_range,
         simulated=keys.simulated,
         published=published,
         ledger=entry,

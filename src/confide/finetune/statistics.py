@@ -20,6 +20,7 @@ from confide.merging.statistics import Kind, write_statistics
 from confide.models.backbones import Classifier
 from confide.models.releases import load_release
 from confide.release import format
+from confide.release.format import TEXT_CLASSES
 from confide.release.hashes import encoder_hash
 from confide.release.names import canonical
 from confide.release.tensors import Checkpoint
@@ -49,6 +50,10 @@ def write_public_statistics(
     if not len(texts):
         raise DataError("statistics need at least one public text")
     classifier, head = load_release(release, task)
+    if head.problem != TEXT_CLASSES:
+        raise DataError(
+            f"{head.task} is no classifier of single texts; statistics are computed for those only"
+        )
     info = format.read(release)
     heads = [name for each in info.heads for name in each.tensors] if info.kind == "model" else []
     model = encoder_hash(Checkpoint.open(release), info.weights_prefix, heads)

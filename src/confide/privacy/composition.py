@@ -96,6 +96,7 @@ def training_statement(
     base: Base,
     steps_run: Mapping[str, int],
     labels_from: Literal["declared", "file"] = "declared",
+    label_range: tuple[float, float] | None = None,
     simulated: bool = False,
     weights: Mapping[str, str] | None = None,
     published: Sequence[Published] = (),
@@ -107,6 +108,7 @@ def training_statement(
         schedule, delta, dataset, units, run, steps_run, simulated: as in `training_spending`.
         base: the public model that was fine-tuned.
         labels_from: whether the labels were declared or read from the data.
+        label_range: declared bounds of labels that are numbers.
         weights: SHA-256 by path; writing the release fills them in.
         published: noisy numbers that the schedule's queries paid for.
         ledger: where the run was charged.
@@ -130,6 +132,7 @@ def training_statement(
         unit=schedule.unit,
         delta=spending.delta,
         labels_from=labels_from,
+        label_range=label_range,
     )
     sentences += words.test_units(dataset, published)
     return Statement(

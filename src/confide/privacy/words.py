@@ -38,7 +38,13 @@ def round_down(value: float, digits: int = 5) -> str:
 
 
 def assumptions(
-    *, dataset: str, units: int, unit: str, delta: float | None, labels_from: Literal["declared", "file"]
+    *,
+    dataset: str,
+    units: int,
+    unit: str,
+    delta: float | None,
+    labels_from: Literal["declared", "file"],
+    label_range: tuple[float, float] | None = None,
 ) -> tuple[str, ...]:
     """Sentences under which the claim of one training run holds."""
     sentences = [
@@ -66,6 +72,12 @@ def assumptions(
         )
     if labels_from == "file":
         sentences.append(f"The names of the labels of {dataset} were read from its file and count as public.")
+    if label_range is not None:
+        low, high = label_range
+        sentences.append(
+            f"The labels of {dataset} are numbers from {low:g} to {high:g}; this range was declared without "
+            "looking at the records, and counts as public."
+        )
     if delta is not None and (warning := delta_warning(delta, units)):
         sentences.append(f"{dataset}: {warning}.")
     return tuple(sentences)

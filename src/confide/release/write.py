@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from confide.privacy import statement as statements
 from confide.privacy.signature import public_text, sign, signer
 from confide.privacy.statement import Statement
 from confide.release import card, format
-from confide.release.format import ReleaseInfo
+from confide.release.format import Head, ReleaseInfo
 from confide.release.hashes import file_hash
 from confide.release.tensors import METADATA, Checkpoint
 
@@ -40,6 +41,7 @@ PROVENANCE: Mapping[str, str] = {
     "merges.txt": _TOKENIZER,
     "bpe.codes": _TOKENIZER,
     "spiece.model": _TOKENIZER,
+    format.PREPROCESSOR: "The base's mean and deviation of each colour, which are public; the declared size.",
     "sentencepiece.bpe.model": _TOKENIZER,
     format.FILE_NAME: "The owner's settings: task, labels, metric, length; names of the head's tensors.",
     statements.FILE_NAME: "The schedule, declared constants of the data, the claim, hashes of the files.",
@@ -48,7 +50,12 @@ PROVENANCE: Mapping[str, str] = {
 }
 """Every file that a release may hold, as a pattern, and where its content comes from. Nothing else leaves."""
 
-TOKENIZER_FILES = tuple(name for name, origin in PROVENANCE.items() if origin == _TOKENIZER)
+TOKENIZER_FILES = (
+    *(name for name, origin in PROVENANCE.items() if origin == _TOKENIZER),
+    format.PREPROCESSOR,
+)
+"""What a model needs beside its weights and config.json to read texts, or images."""
+
 _WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "heads/*/model.safetensors")
 _TASK = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -118,6 +125,17 @@ def write_release(
         check_names(side)
         check_tensors(side, info)
     return statement
+
+
+def copy_reader(folder: Path, side: Path, head: Head) -> None:
+    """Copy what reads a head's records into the folder of a model for this head alone."""
+    for name in TOKENIZER_FILES:
+        if (folder / name).exists():
+            shutil.copyfile(folder / name, side / name)
+    if size := head.problem.image_size:
+        file = side / format.PREPROCESSOR
+        base = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        files.write_json(file, format.preprocessor(base, size))
 
 
 def _merge_report(folder: Path) -> Any:
