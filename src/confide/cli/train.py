@@ -152,8 +152,10 @@ _OPTIONS: dict[str, Any] = {
 
 def _read(options: Mapping[str, Any]) -> tuple[Settings, TaskData, PublicBase]:
     """Settings, records and base, from the files that the options name."""
+    from confide.errors import ConfigError, ReleaseError
     from confide.finetune.run import PublicBase
     from confide.finetune.settings import Settings
+    from confide.release.write import check_task_name
     from confide.tasks.files import read_task
 
     given = {name: options[name] for name in Settings.model_fields if name in options}
@@ -163,6 +165,13 @@ def _read(options: Mapping[str, Any]) -> tuple[Settings, TaskData, PublicBase]:
         {key: value for key, value in given.items() if value is not None},
         spell=lambda key: "--" + key.rsplit(".", 1)[-1].replace("_", "-"),
     )
+    if options["task"] is None:
+        try:
+            check_task_name(options["dataset"])
+        except ReleaseError as error:
+            raise ConfigError(
+                f"--dataset names the task too, and {error}; or name the task with --task"
+            ) from None
     labels = options["labels"]
     records = read_task(
         Path(options["data"]),
