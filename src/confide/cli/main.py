@@ -23,6 +23,7 @@ from confide.cli import (
     train,
     verify,
 )
+from confide.cli.output import shown
 from confide.errors import ConfideError
 
 _INTERRUPTED = (130, 128 + signal.SIGTERM)
@@ -67,7 +68,7 @@ def main() -> None:
     except ConfideError as error:
         if os.environ.get("CONFIDE_DEBUG"):
             raise
-        print(f"confide: {error}", file=sys.stderr)
+        print(f"confide: {shown(str(error))}", file=sys.stderr)
         sys.exit(2)
     except SystemExit as end:
         if end.code in _INTERRUPTED:  # typer turns Ctrl-C into the first

@@ -199,10 +199,11 @@ _OPTIONS: dict[str, Any] = {
 
 def _read(options: Mapping[str, Any]) -> tuple[Settings, TaskData, PublicBase]:
     """Settings, records and base, from the files that the options name."""
-    from confide.errors import ConfigError
+    from confide.errors import ConfigError, ReleaseError
     from confide.finetune.idle import refuse_idle
     from confide.finetune.run import PublicBase
     from confide.finetune.settings import Settings
+    from confide.release.write import check_task_name
     from confide.tasks.files import read_task
 
     given = {name: options[name] for name in Settings.model_fields if name in options}
@@ -221,6 +222,13 @@ def _read(options: Mapping[str, Any]) -> tuple[Settings, TaskData, PublicBase]:
     ):
         if name in changed and not acts:
             raise ConfigError(f"{_spelled(name)} has no effect here: it needs {needed}")
+    if options["task"] is None:
+        try:
+            check_task_name(options["dataset"])
+        except ReleaseError as error:
+            raise ConfigError(
+                f"--dataset names the task too, and {error}; or name the task with --task"
+            ) from None
     labels = options["labels"]
     records = read_task(
         Path(options["data"]),

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from confide.cli.output import print_json
+from confide.cli.output import print_json, print_table
 
 if TYPE_CHECKING:
     from confide.privacy.chain import Entry
-    from confide.release.verify import Check
 
 
 def verify(
@@ -66,7 +65,8 @@ def verify(
             }
         )
     else:
-        _print(folder, checks)
+        rows = [(check.what, check.result, check.detail) for check in checks]
+        print_table(str(folder), ("what", "result", "detail"), rows, words=3)
     if failed:
         raise ReleaseError(f"{folder} is not what it claims to be: {failed[0].what}: {failed[0].detail}")
     if not json:
@@ -109,16 +109,3 @@ def _entries(source: str) -> tuple[Entry, ...]:
     if Path(source).suffix == ".json":
         return chain.read_export(Path(source))
     return Ledger.open(source).verify()
-
-
-def _print(folder: Path, checks: tuple[Check, ...]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=str(folder), title_justify="left", header_style="bold")
-    table.add_column("what", no_wrap=True)
-    table.add_column("result", no_wrap=True)
-    table.add_column("detail", overflow="fold")
-    for check in checks:
-        table.add_row(check.what, check.result, check.detail)
-    Console().print(table)

@@ -11,7 +11,7 @@ from confide.errors import PrivacyError
 from confide.privacy import words
 from confide.privacy.accountant import epsilon
 from confide.privacy.calibration import delta_warning
-from confide.privacy.disjointness import Pairs, apart, groups
+from confide.privacy.disjointness import Pairs, apart, check_dataset_name, groups
 from confide.privacy.disjointness import canonical as canonical
 from confide.privacy.events import Composed, leaves
 from confide.privacy.statement import (
@@ -241,6 +241,8 @@ def check(statement: Statement) -> None:
         if not statement.no_claim:
             raise PrivacyError("the statement makes no claim and doesn't say why")
         return
+    if statement.no_claim:
+        raise PrivacyError(f"the statement claims something, and says that it doesn't: {statement.no_claim}")
     honest, reason = _honest(statement)
     if honest is None:
         raise PrivacyError(f"the statement claims epsilon = {claim.epsilon:.6g}, but {reason}")
@@ -404,13 +406,17 @@ def check_spending(spending: Spending) -> None:
     """Whether a spending agrees with itself.
 
     Raises:
-        PrivacyError: the event isn't what the schedule spends, δ is missing, or more ran than was planned.
+        PrivacyError: a name with unseen characters, an event beside a reason why there is none, or one that
+            isn't what the schedule spends, no δ, or more ran than was planned.
     """
+    check_dataset_name(spending.dataset)
     where = f"run {spending.run} on {spending.dataset}"
     if spending.event is None:
         if not spending.no_claim:
             raise PrivacyError(f"{where} has no event and doesn't say why")
         return
+    if spending.no_claim:
+        raise PrivacyError(f"{where} has an event, but says that it claims nothing: {spending.no_claim}")
     if not leaves(spending.event):
         raise PrivacyError(f"{where} has an event in which nothing was asked; it says nothing about the run")
     if spending.delta is None or not 0 < spending.delta < 1:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from confide.errors import ConfideError, PrivacyError
 from confide.privacy import statement as statements
 from confide.privacy.account import Account, accounts
+from confide.privacy.calibration import delta_warning
 from confide.privacy.chain import Entry
 from confide.privacy.composition import canonical, check, recompute
 from confide.privacy.signature import fingerprint, signer
@@ -112,11 +113,14 @@ def _claim(statement: Statement) -> Check:
     honest = recompute(statement)
     assert honest is not None  # check raises otherwise
     runs = len(statement.spendings)
+    warnings = (delta_warning(honest.delta, spending.units) for spending in statement.spendings)
+    weak = next((warning for warning in warnings if warning), None)
     return Check(
         "claim",
-        "ok",
+        "note" if weak else "ok",
         f"ε = {round_up(statement.claim.epsilon)} at δ = {round_up(honest.delta, 3)}; recomputed from the "
-        f"events of {runs} run{'s' if runs > 1 else ''}: {round_up(honest.epsilon)}",
+        f"events of {runs} run{'s' if runs > 1 else ''}: {round_up(honest.epsilon)}"
+        + (f"; {weak}" if weak else ""),
     )
 
 

@@ -172,7 +172,7 @@ def check_names(folder: Path) -> None:
     Raises:
         ReleaseError: naming what it holds besides.
     """
-    odd = [name for name in _listed(folder) if provenance(name) is None]
+    odd = [name for name in _listed(folder) if provenance(name) is None or not (folder / name).is_file()]
     if odd:
         raise ReleaseError(f"{folder} holds what is no part of a release: {', '.join(odd)}")
     if not any(_is_weights(name) for name in _listed(folder)):
@@ -245,7 +245,12 @@ def check_tensors(folder: Path, info: ReleaseInfo) -> None:
 
 
 def _listed(folder: Path) -> list[str]:
-    return sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if not file.is_dir())
+    """Everything in the folder, by its path there; a link to a folder counts, as it hides what is there."""
+    return sorted(
+        file.relative_to(folder).as_posix()
+        for file in folder.rglob("*")
+        if file.is_symlink() or not file.is_dir()
+    )
 
 
 def _is_weights(name: str) -> bool:
