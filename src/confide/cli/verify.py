@@ -12,6 +12,7 @@ from confide.cli.output import print_json, print_table
 
 if TYPE_CHECKING:
     from confide.privacy.chain import Entry
+    from confide.release.verify import Check
 
 
 def verify(

@@ -194,7 +194,7 @@ def _load(folder: Path, labels: tuple[str, ...], problem: Problem) -> tuple[Clas
         config.problem_type = "single_label_classification"
     with torch.random.fork_rng(devices=[]), _quiet():
         model, found = _read(
-            getattr(transformers, f"AutoModelFor{_head_class(problem)}"),
+            getattr(transformers, problem.loader),
             folder,
             config=config,
             dtype=torch.float32,
@@ -220,18 +220,9 @@ def _load(folder: Path, labels: tuple[str, ...], problem: Problem) -> tuple[Clas
         head,
         problem,
         _colours(folder) if images else None,
-        _unused(folder, prefix, found["unexpected_keys"]) if _head_class(problem) != _TEXTS else {},
+        _unused(folder, prefix, found["unexpected_keys"]),
     )
     return classifier, set(names) - absent
-
-
-_TEXTS = "SequenceClassification"
-
-
-def _head_class(problem: Problem) -> str:
-    if problem.inputs == "image":
-        return "ImageClassification"
-    return "TokenClassification" if problem.target == "tokens" else _TEXTS
 
 
 def _tokenizer(folder: Path, config: Any, problem: Problem) -> Any:

@@ -60,6 +60,14 @@ class Problem(BaseModel):
             raise ValueError("only a text has labels per token")
         return self
 
+    @property
+    def loader(self) -> str:
+        """The class of transformers that loads a model for it."""
+        if self.inputs == "image":
+            return "AutoModelForImageClassification"
+        kind = "Token" if self.target == "tokens" else "Sequence"
+        return f"AutoModelFor{kind}Classification"
+
 
 TEXT_CLASSES = Problem()
 
