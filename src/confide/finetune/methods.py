@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from confide.errors import ConfigError
+from confide.finetune import released
 from confide.finetune.settings import Settings
 from confide.models.adapters import Adapted
 from confide.privacy.streams import Clipping, ParameterGroup, Schedule, Stream
@@ -12,9 +13,10 @@ DEFAULT_BATCH = 1024
 
 
 def schedule(settings: Settings, adapted: Adapted, units: int, unit: str = "record") -> Schedule:
-    """One stream over everything that is trained, with noise multiplier 1 (0 for `non-private`).
+    """One stream over everything that is trained, with noise multiplier 1 (0 for `non-private`), and the query
+    for statistics, where one is wanted.
 
-    `privacy.calibration.calibrate` scales the noise to the budget.
+    `privacy.calibration.calibrate` scales the noise of the stream to what the query leaves of the budget.
 
     Args:
         units: n, public.
@@ -59,4 +61,4 @@ def schedule(settings: Settings, adapted: Adapted, units: int, unit: str = "reco
         decay=settings.decay,
         weight_decay=settings.weight_decay,
     )
-    return Schedule((stream,), unit=unit)
+    return Schedule((stream,), unit=unit, queries=released.queries(settings, adapted))

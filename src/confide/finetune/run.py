@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from confide import files
 from confide.errors import ConfigError, ModelError, ReleaseError
-from confide.finetune import methods
+from confide.finetune import methods, released
 from confide.finetune.binding import Anchor, Binding
 from confide.finetune.charge import charged
 from confide.finetune.checkpoint import Begun, Unfinished
@@ -28,9 +28,11 @@ from confide.finetune.prepare import (
     score_test,
     silent,
 )
+from confide.finetune.released import Released
 from confide.finetune.selfcheck import check_gradients, check_noise, check_rows_are_independent
 from confide.finetune.settings import Settings
 from confide.gradients.keys import Keys
+from confide.merging.statistics import write_statistics
 from confide.models.adapters import Adapted, adapt, plain_state
 from confide.models.backbones import Classifier, load_classifier, resolve
 from confide.privacy import statement as statements
@@ -38,9 +40,9 @@ from confide.privacy.calibration import calibrate, resolve_delta
 from confide.privacy.composition import new_run, training_spending, training_statement
 from confide.privacy.statement import Base, Statement
 from confide.privacy.streams import Budget, Schedule
-from confide.release.format import WEIGHTS, Head, ReleaseInfo
-from confide.release.hashes import base_hash
-from confide.release.tensors import write_tensors
+from confide.release.format import STATISTICS, WEIGHTS, Head, ReleaseInfo
+from confide.release.hashes import base_hash, encoder_hash
+from confide.release.tensors import Checkpoint, write_tensors
 from confide.release.write import check_task_name, write_release
 from confide.tasks.records import TaskData
 
@@ -86,6 +88,7 @@ class FineTuned:
         history: private.
         statement: the claim; the hashes of the weights are filled in when it is released.
         unfinished: the run's keys and checkpoints on disk, private; None if there are none.
+        statistics: noisy, of the training records; released with the weights. None where none were asked.
     """
 
     prepared: Prepared
@@ -95,6 +98,7 @@ class FineTuned:
     history: History
     statement: Statement
     unfinished: Unfinished | None = None
+    statistics: Released | None = None
 
     def score(self) -> float:
         """Score on the test records. Not noised: for reports, never for a release."""
@@ -149,6 +153,11 @@ class FineTuned:
             classifier.tokenizer.save_pretrained(folder)
         except Exception as error:  # a full disk is a bare Exception in the tokenizers library
             raise ReleaseError(f"can't write the tokenizer to {folder}: {error}") from error
+        if self.statistics:
+            made = self.statistics
+            model = encoder_hash(Checkpoint.open(folder), classifier.prefix, self.adapted.head)
+            source = self.statement.spendings[0].dataset
+            write_statistics(folder / STATISTICS, made.kind, "released", model, made.arrays, source)
 
 
 def prepare(task: TaskData, base: PublicBase, max_length: int) -> Prepared:
@@ -267,6 +276,8 @@ def finetune(
             check_gradients(classifier, module, forward, trained, inputs)
             for stream in schedule.streams:
                 check_noise(stream.noise_multiplier * stream.clipping.bound)
+            for query in schedule.queries:
+                check_noise(query.noise_multipliers[0])
         binding = Binding(
             module=module,
             forward=forward,
@@ -286,6 +297,7 @@ def finetune(
             unfinished.latest(run) if unfinished else None,
             partial(unfinished.after_step, run) if unfinished else lambda state: None,
         )
+        statistics = _statistics(prepared, base, settings, adapted, schedule, keys, progress)
     entry = charge.settle(history.steps_run)
     statement = training_statement(
         schedule=schedule,
@@ -299,7 +311,43 @@ def finetune(
         simulated=keys.simulated,
         ledger=entry,
     )
-    return FineTuned(prepared, adapted, settings, schedule, history, statement, unfinished)
+    return FineTuned(prepared, adapted, settings, schedule, history, statement, unfinished, statistics)
+
+
+def _statistics(
+    prepared: Prepared,
+    base: PublicBase,
+    settings: Settings,
+    adapted: Adapted,
+    schedule: Schedule,
+    keys: Keys,
+    progress: Progress,
+) -> Released | None:
+    """The schedule's query for statistics, on the weights as they will be released."""
+    if not schedule.queries:
+        return None
+    task = prepared.task
+    (query,) = schedule.queries
+    progress(f"statistics, {task.name}", 0, 1)
+    plain = load_classifier(base.folder, task.labels, settings.seed)
+    plain.model.load_state_dict(plain_state(adapted))
+    inputs = prepared.inputs(plain, adapted.first_block, "train")
+    _, forward = forward_of(plain, adapted.first_block, inputs)
+    tokens = prepared.encoded("train")
+    found = released.ask(
+        query,
+        adapted,
+        plain,
+        tokens,
+        inputs,
+        forward,
+        task.train.units,
+        denominator=public_units(task, settings),
+        bound=settings.statistics_bound,
+        noise=keys.noise.generator(query.name, 0, query.purpose),
+    )
+    progress(f"statistics, {task.name}", 1, 1)
+    return found
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:

@@ -45,6 +45,11 @@ class Settings(BaseModel):
         anchor_form: see `privacy.streams.Stream`.
         weight_decay: decoupled; only without an anchor.
         max_length: tokens of a text; longer ones are cut.
+        release_statistics: `grams` (for RegMean) or `fisher` of the training records, released beside the
+            weights as one more charged query; None for none.
+        statistics_noise: σ of that query; calibration pays it first and never changes it. Unused without.
+        statistics_bound: R; a unit's statistics are scaled to norm R² (`finetune.released`). None takes what
+            made-up texts have, which is public.
         seed: fixes initial weights; public. Noise and sampling never depend on it.
     """
 
@@ -68,6 +73,9 @@ class Settings(BaseModel):
     anchor_form: Literal["coupled", "decoupled"] = "coupled"
     weight_decay: float = Field(default=0.0, ge=0)
     max_length: int = Field(default=64, gt=2)
+    release_statistics: Literal["grams", "fisher"] | None = None
+    statistics_noise: float = Field(default=5.0, gt=0)
+    statistics_bound: float | None = Field(default=None, gt=0)
     seed: int = Field(default=0, ge=0)
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -105,4 +113,6 @@ class Settings(BaseModel):
     def _budget_fits_method(self) -> Settings:
         if self.method != "non-private" and self.epsilon is None:
             raise ValueError(f"method {self.method} needs an epsilon")
+        if self.method == "non-private" and self.release_statistics:
+            raise ValueError("method non-private adds no noise, so no release_statistics; use public text")
         return self

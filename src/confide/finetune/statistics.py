@@ -1,7 +1,7 @@
 """Grams and Fisher diagonals of a released model on public text, for the operators that weigh by them.
 
-Nothing here is noised, so no text may be private: what is written says that its origin is `public`. The same
-sums over private records are a query, which a schedule reserves before training and a statement lists.
+Nothing here is noised, so no text may be private: what is written says that its origin is `public`. Of
+private records they are a query, which a schedule reserves before training and a statement lists (`released`).
 """
 
 from __future__ import annotations
@@ -108,16 +108,27 @@ def fisher(classifier: Classifier, encoded: Encoded) -> dict[str, Array]:
     sums = {name: torch.zeros_like(parameter, dtype=torch.float64) for name, parameter in named.items()}
     for row in range(len(encoded)):
         logits = classifier.model(**encoded.batch(np.array([row]))).logits[0]
-        logs = logits.log_softmax(0)
-        for label, log in enumerate(logs):
-            gradients = torch.autograd.grad(
-                log, list(named.values()), retain_graph=label + 1 < len(logs), allow_unused=True
-            )
-            share = float(log.detach().exp()) / len(encoded)
-            for total, gradient in zip(sums.values(), gradients, strict=True):
-                if gradient is not None:
-                    total.add_(gradient.double().square_(), alpha=share)
+        for total, value in zip(sums.values(), diagonal(logits, list(named.values())), strict=True):
+            total.add_(value, alpha=1 / len(encoded))
     return {name: total.cpu().numpy() for name, total in sums.items()}
+
+
+def diagonal(logits: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Σ_y p(y|x) (∂ log p(y|x))² of one text, in each parameter's shape, float64.
+
+    Args:
+        logits: (classes,), a function of the parameters.
+    """
+    logs = logits.log_softmax(0)
+    sums = [torch.zeros_like(parameter, dtype=torch.float64) for parameter in parameters]
+    for label, log in enumerate(logs):
+        gradients = torch.autograd.grad(
+            log, list(parameters), retain_graph=label + 1 < len(logs), allow_unused=True
+        )
+        for total, gradient in zip(sums, gradients, strict=True):
+            if gradient is not None:
+                total.add_(gradient.double().square_(), alpha=float(log.detach().exp()))
+    return sums
 
 
 def _same_length(lengths: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:

@@ -13,13 +13,12 @@ from confide.merging.inputs import Input, PublicBase, identity, read_inputs, sta
 from confide.merging.operators import find
 from confide.merging.operators.specification import Operator, Rule
 from confide.merging.recipe import Model, Recipe
-from confide.merging.statistics import FILE_NAME as STATISTICS
 from confide.merging.statistics import StatisticsFile, match_statistics
 from confide.merging.stream import reason
 from confide.merging.vectors import CHUNK, Encoder, TaskVectors
 from confide.privacy.composition import compose
 from confide.privacy.statement import Base, OwnersChecked, Statement
-from confide.release.format import ReleaseInfo
+from confide.release.format import STATISTICS, ReleaseInfo
 from confide.release.hashes import tensors_hash
 from confide.release.tensors import FLOATS, STORAGE
 

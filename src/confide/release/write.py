@@ -31,6 +31,7 @@ PROVENANCE: Mapping[str, str] = {
     "model.safetensors.index.json": "Which shard holds which tensor: names and sizes of the architecture.",
     "model-*-of-*.safetensors": "A shard of the weights.",
     "heads/*/model.safetensors": "A task's head, as its own release holds it.",
+    format.STATISTICS: "Statistics of the records: the noisy answer to a query that the statement lists.",
     "tokenizer.json": _TOKENIZER,
     "tokenizer_config.json": _TOKENIZER,
     "special_tokens_map.json": _TOKENIZER,
@@ -49,7 +50,9 @@ PROVENANCE: Mapping[str, str] = {
 """Every file that a release may hold, as a pattern, and where its content comes from. Nothing else leaves."""
 
 TOKENIZER_FILES = tuple(name for name, origin in PROVENANCE.items() if origin == _TOKENIZER)
-_WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "heads/*/model.safetensors")
+_WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "heads/*/model.safetensors", format.STATISTICS)
+_STATISTICS_METADATA = {"format", "kind", "origin", "model", "source"}
+_PURPOSES = {"grams": "gram", "fisher": "fisher"}
 _TASK = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -117,6 +120,7 @@ def write_release(
         files.write_json(side / statements.FILE_NAME, statement.to_json())
         check_names(side)
         check_tensors(side, info)
+        check_statistics(side, statement)
     return statement
 
 
@@ -145,6 +149,7 @@ def verify(folder: Path) -> Statement:
     check_files(folder, statement)
     check_weights(folder, statement)
     check_tensors(folder, info)
+    check_statistics(folder, statement)
     return statement
 
 
@@ -224,6 +229,30 @@ def check_tensors(folder: Path, info: ReleaseInfo) -> None:
         for metadata in checkpoint.metadata:
             if metadata not in (None, METADATA):
                 raise ReleaseError(f"{checkpoint.path}: metadata beyond {METADATA} has no place in a release")
+
+
+def check_statistics(folder: Path, statement: Statement) -> None:
+    """Whether statistics in the folder are what the statement's one run asked, and nothing travels with them.
+
+    Raises:
+        ReleaseError: they are of another kind or origin than its query, or there is no query, or no file.
+    """
+    file = folder / format.STATISTICS
+    asked = {
+        query.purpose
+        for spending in statement.spendings
+        if statement.kind == "training" and spending.schedule
+        for query in spending.schedule.queries
+    } & set(_PURPOSES.values())
+    if not file.exists():
+        if asked:
+            raise ReleaseError(f"{folder}: the statement lists statistics, but {file.name} is missing")
+        return
+    about = Checkpoint.open(file).metadata[0] or {}
+    if set(about) != _STATISTICS_METADATA or about["origin"] != "released":
+        raise ReleaseError(f"{file}: metadata beyond those of released statistics have no place in a release")
+    if _PURPOSES.get(str(about["kind"])) not in asked or about["source"] != statement.spendings[0].dataset:
+        raise ReleaseError(f"{file}: the statement lists no query for these statistics, so nothing covers them")
 
 
 def _listed(folder: Path) -> list[str]:
