@@ -139,9 +139,7 @@ def test_grams_are_means_over_a_units_rows(model: tuple[Adapted, Classifier]) ->
 def test_layers_that_read_one_input_share_a_gram(tiny_base: Path) -> None:
     def groups(**trainable: Any) -> list[list[str]]:
         adapted = adapt(load_classifier(tiny_base, ("a", "b"), 0), Trainable(**trainable), 0)
-        return [
-            [name.rsplit(".", 3)[-2] for name in group] for group in released.shared_inputs(adapted)
-        ]
+        return [[name.rsplit(".", 3)[-2] for name in group] for group in released.shared_inputs(adapted)]
 
     assert groups(targets=("query", "value")) == [["query", "value"]]
     assert groups(kind="blocks", blocks=1) == [["query", "key", "value"], ["dense"], ["dense"], ["dense"]]
@@ -176,7 +174,9 @@ def test_noise_is_symmetric_and_has_its_variance() -> None:
     """On the diagonal σ², beside it σ²/2: one isotropic Gaussian on the vector that has the Frobenius norm."""
     drawn = [
         released.noisy_grams(
-            {"w": torch.zeros(60, 60, dtype=torch.float64)}, 3.0, Keys.fixed(0).noise.generator("s", n, "gram")
+            {"w": torch.zeros(60, 60, dtype=torch.float64)},
+            3.0,
+            Keys.fixed(0).noise.generator("s", n, "gram"),
         )["w"]
         for n in range(6)
     ]

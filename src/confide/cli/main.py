@@ -20,6 +20,7 @@ from confide.cli import (
     privacy,
     purge,
     run,
+    statistics,
     train,
     verify,
 )
@@ -36,6 +37,7 @@ app = typer.Typer(
 )
 app.command("train")(train.train)
 app.command("merge")(merge.merge)
+app.command("statistics")(statistics.statistics)
 app.command("export")(export.export)
 app.command("predict")(predict.predict)
 app.command("evaluate")(evaluate.evaluate)

@@ -82,6 +82,14 @@ def train(
         Literal["accuracy", "macro-f1"], typer.Option(help="Score on the test part.")
     ] = "accuracy",
     max_length: Annotated[int, typer.Option(help="Tokens of a text; longer ones are cut.")] = 64,
+    release_statistics: Annotated[
+        Literal["grams", "fisher"] | None,
+        typer.Option(help="Release them with the weights, noised, for regmean or fisher; a charged query."),
+    ] = None,
+    statistics_noise: Annotated[float, typer.Option(help="σ of that query.")] = 5.0,
+    statistics_bound: Annotated[
+        float | None, typer.Option(help="R: a unit's statistics have norm R² at most; public if left out.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of initial weights and the split, not of noise.")] = 0,
     simulate: Annotated[
         int | None,

@@ -252,7 +252,9 @@ def check_statistics(folder: Path, statement: Statement) -> None:
     if set(about) != _STATISTICS_METADATA or about["origin"] != "released":
         raise ReleaseError(f"{file}: metadata beyond those of released statistics have no place in a release")
     if _PURPOSES.get(str(about["kind"])) not in asked or about["source"] != statement.spendings[0].dataset:
-        raise ReleaseError(f"{file}: the statement lists no query for these statistics, so nothing covers them")
+        raise ReleaseError(
+            f"{file}: the statement lists no query for these statistics, so nothing covers them"
+        )
 
 
 def _listed(folder: Path) -> list[str]:
