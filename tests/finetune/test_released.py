@@ -53,7 +53,7 @@ def base(tiny_base: Path) -> PublicBase:
 
 @pytest.fixture(scope="module")
 def model(tiny_base: Path) -> tuple[Adapted, Classifier]:
-    """An adapted classifier, and a plain one with the same weights in float64: batching rounds nothing away."""
+    """An adapted classifier, and a plain one with the same weights, in float64."""
     adapted = adapt(
         load_classifier(tiny_base, ("neg", "pos"), seed=0), Trainable(blocks=1, targets=("query", "dense")), 0
     )
@@ -171,7 +171,7 @@ def test_one_unit_moves_a_fisher_by_no_more_than_the_bound(
 
 
 def test_noise_is_symmetric_and_has_its_variance() -> None:
-    """On the diagonal σ², beside it σ²/2: one isotropic Gaussian on the vector that has the Frobenius norm."""
+    """On the diagonal σ², beside it σ²/2: isotropic on the vector that has the Frobenius norm."""
     drawn = [
         released.noisy_grams(
             {"w": torch.zeros(60, 60, dtype=torch.float64)},
@@ -203,7 +203,7 @@ def test_the_nearest_semidefinite_matrix() -> None:
 
 
 def test_a_record_that_is_not_finite_costs_itself(tiny_base: Path) -> None:
-    """One token's embedding is infinite: its record contributes exactly nothing, its neighbours all they have."""
+    """One token's embedding is infinite: its record contributes nothing, its neighbours all they have."""
     adapted = adapt(load_classifier(tiny_base, ("neg", "pos"), seed=0), Trainable(blocks=1), 0)
     plain = load_classifier(tiny_base, ("neg", "pos"), seed=0)
     embeddings: Any = plain.model.get_parameter("bert.embeddings.word_embeddings.weight")
@@ -289,7 +289,7 @@ def test_released_grams_are_near_the_exact_ones(
         )
         folders.append(tmp_path / name)
         tuned.release(folders[-1])
-        texts = [text for text in task.train.texts]
+        texts = list(task.train.texts)
         files.append(tmp_path / f"{name}.safetensors")
         write_public_statistics(folders[-1], texts, files[-1], "grams", source="the records themselves")
         released_file = Checkpoint.open(folders[-1] / "statistics.safetensors")

@@ -9,6 +9,7 @@ import sys
 import typer
 
 from confide.cli import (
+    agree,
     evaluate,
     export,
     keys,
@@ -35,6 +36,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command("agree")(agree.agree)
 app.command("train")(train.train)
 app.command("merge")(merge.merge)
 app.command("statistics")(statistics.statistics)

@@ -90,6 +90,9 @@ def train(
     statistics_bound: Annotated[
         float | None, typer.Option(help="R: a unit's statistics have norm R² at most; public if left out.")
     ] = None,
+    agreement: Annotated[
+        Path | None, typer.Option(help="File of `confide agree`; what contradicts it is refused.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of initial weights and the split, not of noise.")] = 0,
     simulate: Annotated[
         int | None,
@@ -127,11 +130,13 @@ def train(
         raise ConfigError(f"{out} exists already; choose another --out or remove it first")
     settings, records, public = _read(options)
     if dry_run:
+        from confide.finetune.agreement import agreed
         from confide.finetune.plan import measure, trained_parameters
         from confide.finetune.run import plan, public_units
         from confide.models.backbones import load_classifier
         from confide.privacy.plan import plan as foresee
 
+        agreed(settings, records, public.identity, public.folder)
         classifier = load_classifier(public.folder, records.labels, settings.seed)
         adapted, schedule, planned = plan(records, classifier, settings)
         count = public_units(records, settings)

@@ -13,8 +13,9 @@ DEFAULT_BATCH = 1024
 
 
 def schedule(settings: Settings, adapted: Adapted, units: int, unit: str = "record") -> Schedule:
-    """One stream over everything that is trained, with noise multiplier 1 (0 for `non-private`), and the query
-    for statistics, where one is wanted.
+    """One stream over everything that is trained, with noise multiplier 1 (0 for `non-private`).
+
+    Beside it the query for statistics, where one is wanted.
 
     `privacy.calibration.calibrate` scales the noise of the stream to what the query leaves of the budget.
 

@@ -1,6 +1,6 @@
 """Statistics of private records, asked once as a charged query when training is over.
 
-Each unit contributes one array per answer, and only if it is finite, scaled to a Euclidean norm of at most R²:
+Each unit contributes one array per answer, only if it is finite, scaled to a Euclidean norm of at most R²:
 
 - `grams`: for each input of trained Linear layers the mean over the unit's rows of XᵀX / T, X the (T, in)
   tokens that enter, padding left out. Read as the vector (Gⱼⱼ, √2·Gⱼₖ for j < k), which has G's Frobenius
@@ -93,7 +93,7 @@ def queries(settings: Settings, adapted: Adapted) -> tuple[Query, ...]:
 
 
 def trained(adapted: Adapted) -> tuple[str, ...]:
-    """Names, in the plain model, of the encoder's weights that training changes: others need no statistics."""
+    """Names, in the plain model, of the encoder's weights that training changes; others need none."""
     if adapted.lora:
         return tuple(sorted(adapted.lora))
     return adapted.encoder

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from confide import files
 from confide.errors import ConfigError, ModelError, ReleaseError
 from confide.finetune import methods, released
+from confide.finetune.agreement import agreed
 from confide.finetune.binding import Anchor, Binding
 from confide.finetune.charge import charged
 from confide.finetune.checkpoint import Begun, Unfinished
@@ -40,6 +41,8 @@ from confide.privacy.calibration import calibrate, resolve_delta
 from confide.privacy.composition import new_run, training_spending, training_statement
 from confide.privacy.statement import Base, Statement
 from confide.privacy.streams import Budget, Schedule
+from confide.release import agreement as agreements
+from confide.release.agreement import Agreement
 from confide.release.format import STATISTICS, WEIGHTS, Head, ReleaseInfo
 from confide.release.hashes import base_hash, encoder_hash
 from confide.release.tensors import Checkpoint, write_tensors
@@ -89,6 +92,7 @@ class FineTuned:
         statement: the claim; the hashes of the weights are filled in when it is released.
         unfinished: the run's keys and checkpoints on disk, private; None if there are none.
         statistics: noisy, of the training records; released with the weights. None where none were asked.
+        agreement: what the run kept to; released with the weights.
     """
 
     prepared: Prepared
@@ -99,6 +103,7 @@ class FineTuned:
     statement: Statement
     unfinished: Unfinished | None = None
     statistics: Released | None = None
+    agreement: Agreement | None = None
 
     def score(self) -> float:
         """Score on the test records. Not noised: for reports, never for a release."""
@@ -153,6 +158,8 @@ class FineTuned:
             classifier.tokenizer.save_pretrained(folder)
         except Exception as error:  # a full disk is a bare Exception in the tokenizers library
             raise ReleaseError(f"can't write the tokenizer to {folder}: {error}") from error
+        if self.agreement:
+            files.write_json(folder / agreements.FILE_NAME, self.agreement.model_dump(mode="json"))
         if self.statistics:
             made = self.statistics
             model = encoder_hash(Checkpoint.open(folder), classifier.prefix, self.adapted.head)
@@ -234,12 +241,14 @@ def finetune(
     caller publishes nothing else that was computed from them (`history` and `score` are not noised).
     """
     task, dataset = prepared.task, dataset or prepared.task.name
+    keeps = agreed(settings, task, base.identity, base.folder)
     begun = unfinished.read() if unfinished else None
     if begun:
         keys, run = begun.keys, begun.run
     else:  # keys are made here, never handed in: two runs with the same noise would give it away
         keys, run = Keys.fresh() if simulate is None else Keys.fixed(simulate), new_run()
     found = fingerprint(prepared, settings, base.identity, base.folder, dataset, simulate, keys.sampling)
+    found["agreement"] = str(keeps.hash if keeps else None)
     if begun:
         begun.check(found)
     classifier = load_classifier(base.folder, task.labels, settings.seed)
@@ -310,8 +319,9 @@ def finetune(
         labels_from=task.labels_from,
         simulated=keys.simulated,
         ledger=entry,
+        agreement=keeps.hash if keeps else None,
     )
-    return FineTuned(prepared, adapted, settings, schedule, history, statement, unfinished, statistics)
+    return FineTuned(prepared, adapted, settings, schedule, history, statement, unfinished, statistics, keeps)
 
 
 def _statistics(

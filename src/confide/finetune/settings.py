@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -50,6 +51,7 @@ class Settings(BaseModel):
         statistics_noise: σ of that query; calibration pays it first and never changes it. Unused without.
         statistics_bound: R; a unit's statistics are scaled to norm R² (`finetune.released`). None takes what
             made-up texts have, which is public.
+        agreement: file of `confide agree`; what contradicts it is refused, and the statement has its hash.
         seed: fixes initial weights; public. Noise and sampling never depend on it.
     """
 
@@ -76,6 +78,7 @@ class Settings(BaseModel):
     release_statistics: Literal["grams", "fisher"] | None = None
     statistics_noise: float = Field(default=5.0, gt=0)
     statistics_bound: float | None = Field(default=None, gt=0)
+    agreement: Path | None = None
     seed: int = Field(default=0, ge=0)
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)

@@ -1,7 +1,7 @@
 """Grams and Fisher diagonals of a released model on public text, for the operators that weigh by them.
 
 Nothing here is noised, so no text may be private: what is written says that its origin is `public`. Of
-private records they are a query, which a schedule reserves before training and a statement lists (`released`).
+private records they are a query, reserved before training and listed in the statement (`finetune.released`).
 """
 
 from __future__ import annotations

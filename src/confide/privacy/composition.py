@@ -98,6 +98,7 @@ def training_statement(
     simulated: bool = False,
     weights: Mapping[str, str] | None = None,
     ledger: LedgerEntry | None = None,
+    agreement: str | None = None,
 ) -> Statement:
     """What one training run claims.
 
@@ -107,6 +108,7 @@ def training_statement(
         labels_from: whether the labels were declared or read from the data.
         weights: SHA-256 by path; writing the release fills them in.
         ledger: where the run was charged.
+        agreement: hash of what was agreed with others before training.
 
     Raises:
         PrivacyError: a private run without δ, more steps run than planned, or no finite bound.
@@ -138,6 +140,7 @@ def training_statement(
         spendings=(spending,),
         assumptions=sentences if claim else (),
         ledger=ledger,
+        agreement=agreement,
     )
 
 
@@ -189,6 +192,7 @@ def compose(
         owners = [tuple(dict.fromkeys(s.dataset for s in part.spendings)) for part in known]
         checked = disjoint if isinstance(disjoint, OwnersChecked) else None
         sentences[words.disjointness(owners, checked)] = None
+    agreements = {statement.agreement if statement else None for statement in statements}
     return Statement(
         kind="merge",
         confide=version("confide"),
@@ -199,6 +203,7 @@ def compose(
         spendings=spendings,
         disjoint=disjoint if isinstance(disjoint, OwnersChecked) else "declared" if disjoint else None,
         assumptions=tuple(sentences) if claim else (),
+        agreement=agreements.pop() if len(agreements) == 1 else None,
         inputs=tuple(said) if said is not None else tuple(statement.to_json() for statement in known),
     )
 

@@ -139,6 +139,8 @@ class Statement(_Frozen):
             what was spent on them composes.
         assumptions: sentences under which the claim holds.
         ledger: where the run was charged; None for a merge, or a run that no ledger knows.
+        agreement: hash of what the run's owner agreed with others before training, or of what all inputs
+            of a merge were trained under; None where there is none.
         inputs: the statements of what was merged, each as its author wrote and signed it.
         signature: None: nobody answers for the statement.
     """
@@ -155,6 +157,7 @@ class Statement(_Frozen):
     disjoint: Literal["declared"] | OwnersChecked | None = None
     assumptions: tuple[str, ...]
     ledger: LedgerEntry | None = None
+    agreement: str | None = Field(default=None, pattern="^sha256:[0-9a-f]{64}$")
     inputs: tuple[Said, ...] = ()
     signature: Signature | None = None
 

@@ -14,7 +14,7 @@ from confide.errors import ReleaseError
 from confide.privacy import statement as statements
 from confide.privacy.signature import public_text, sign, signer
 from confide.privacy.statement import Statement
-from confide.release import card, format
+from confide.release import agreement, card, format
 from confide.release.format import ReleaseInfo
 from confide.release.hashes import file_hash
 from confide.release.tensors import METADATA, Checkpoint
@@ -44,6 +44,7 @@ PROVENANCE: Mapping[str, str] = {
     "sentencepiece.bpe.model": _TOKENIZER,
     format.FILE_NAME: "The owner's settings: task, labels, metric, length; names of the head's tensors.",
     statements.FILE_NAME: "The schedule, declared constants of the data, the claim, hashes of the files.",
+    agreement.FILE_NAME: "What organisations agreed on before training: settings, and the base's hashes.",
     MERGE_REPORT: "Computed from the released weights of the inputs and the base, and from nothing else.",
     card.FILE_NAME: "Written from confide.json, statement.json and merge-report.json.",
 }
@@ -121,6 +122,7 @@ def write_release(
         check_names(side)
         check_tensors(side, info)
         check_statistics(side, statement)
+        check_agreement(side, statement)
     return statement
 
 
@@ -150,6 +152,7 @@ def verify(folder: Path) -> Statement:
     check_weights(folder, statement)
     check_tensors(folder, info)
     check_statistics(folder, statement)
+    check_agreement(folder, statement)
     return statement
 
 
@@ -252,9 +255,19 @@ def check_statistics(folder: Path, statement: Statement) -> None:
     if set(about) != _STATISTICS_METADATA or about["origin"] != "released":
         raise ReleaseError(f"{file}: metadata beyond those of released statistics have no place in a release")
     if _PURPOSES.get(str(about["kind"])) not in asked or about["source"] != statement.spendings[0].dataset:
-        raise ReleaseError(
-            f"{file}: the statement lists no query for these statistics, so nothing covers them"
-        )
+        raise ReleaseError(f"{file}: the statement lists no query for them, so nothing covers them")
+
+
+def check_agreement(folder: Path, statement: Statement) -> None:
+    """Whether the agreement in the folder is the one that the statement is about.
+
+    Raises:
+        ReleaseError: it is another one.
+        ConfigError: the file is no agreement.
+    """
+    file = folder / agreement.FILE_NAME
+    if file.exists() and agreement.read(file).hash != statement.agreement:
+        raise ReleaseError(f"{file}: the statement is about another agreement, or none")
 
 
 def _listed(folder: Path) -> list[str]:
