@@ -130,6 +130,7 @@ class Plan(BaseModel):
             if "trainable" in own:
                 raise ConfigError("pretrained trains the head alone, so it takes no `trainable`")
             own["trainable"] = {"kind": "head"}
+            own.setdefault("release_statistics", None)  # a head alone has nothing to merge
         else:
             own = {"method": method, **self.methods[method]}
         try:
