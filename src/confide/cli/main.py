@@ -9,6 +9,7 @@ import sys
 import typer
 
 from confide.cli import (
+    agree,
     evaluate,
     export,
     keys,
@@ -20,6 +21,7 @@ from confide.cli import (
     privacy,
     purge,
     run,
+    statistics,
     train,
     verify,
 )
@@ -35,8 +37,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command("agree")(agree.agree)
 app.command("train")(train.train)
 app.command("merge")(merge.merge)
+app.command("statistics")(statistics.statistics)
 app.command("export")(export.export)
 app.command("predict")(predict.predict)
 app.command("evaluate")(evaluate.evaluate)

@@ -129,6 +129,17 @@ def train(
         str | None, typer.Option(help="About how much the process may take, such as 8GiB.")
     ] = None,
     max_length: Annotated[int, typer.Option(help="Tokens of a text; longer ones are cut.")] = 64,
+    release_statistics: Annotated[
+        Literal["grams", "fisher"] | None,
+        typer.Option(help="Release them with the weights, noised, for regmean or fisher; a charged query."),
+    ] = None,
+    statistics_noise: Annotated[float, typer.Option(help="σ of that query.")] = 5.0,
+    statistics_bound: Annotated[
+        float | None, typer.Option(help="R: a unit's statistics have norm R² at most; public if left out.")
+    ] = None,
+    agreement: Annotated[
+        Path | None, typer.Option(help="File of `confide agree`; what contradicts it is refused.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of initial weights and the split, not of noise.")] = 0,
     simulate: Annotated[
         int | None,
@@ -166,11 +177,13 @@ def train(
         raise ConfigError(f"{out} exists already; choose another --out or remove it first")
     settings, records, public = _read(options)
     if dry_run:
+        from confide.finetune.agreement import agreed
         from confide.finetune.plan import measure, trained_parameters
         from confide.finetune.run import plan, public_units
         from confide.models.backbones import load_classifier
         from confide.privacy.plan import plan as foresee
 
+        agreed(settings, records, public.identity, public.folder)
         classifier = load_classifier(public.folder, records.labels, settings.seed, records.problem)
         adapted, schedule, planned = plan(records, classifier, settings)
         count = public_units(records, settings)

@@ -40,13 +40,15 @@ def fingerprint(
         folder: of the base.
         key: the run's sampling key; records are hashed under it.
     """
+    # An agreement is compared by its content, wherever the file lies (`finetune.run`).
+    chosen = settings.model_dump(mode="json", exclude={"agreement"})
     return {
         "records": _keyed(key, _records(prepared)),
         "tokens": _keyed(key, prepared.tokens()),
         "dataset": dataset,
         "base": f"{base.name} ({base.hash})",
         "base's config.json": file_hash(folder / "config.json"),
-        **{name: json.dumps(value) for name, value in settings.model_dump(mode="json").items()},
+        **{name: json.dumps(value) for name, value in chosen.items()},
         "simulate": str(simulate),
         **{f"the version of {name}": version(name) for name in _PACKAGES},
         "the number of threads (OMP_NUM_THREADS)": str(torch.get_num_threads()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from confide.errors import ConfigError
+from confide.finetune import released
 from confide.finetune.settings import Settings
 from confide.models.adapters import Adapted
 from confide.privacy.queries import Query
@@ -17,7 +18,9 @@ ACCURACY = "accuracy"
 def schedule(settings: Settings, adapted: Adapted, units: int, unit: str = "record") -> Schedule:
     """One stream over everything that is trained, with noise multiplier 1 (0 for `non-private`).
 
-    `privacy.calibration.calibrate` scales the noise to the budget.
+    Beside it the query for statistics, where one is wanted.
+
+    `privacy.calibration.calibrate` scales the noise of the stream to what the query leaves of the budget.
 
     Args:
         units: n, public.
@@ -67,7 +70,8 @@ def schedule(settings: Settings, adapted: Adapted, units: int, unit: str = "reco
         warmup=settings.warmup,
         weight_decay=settings.weight_decay,
     )
-    return Schedule((stream,), unit=unit, queries=_queries(settings))
+    queries = (*_queries(settings), *released.queries(settings, adapted))
+    return Schedule((stream,), unit=unit, queries=queries)
 
 
 def _clipping(settings: Settings, groups: tuple[ParameterGroup, ...], batch: int) -> Clipping:

@@ -59,6 +59,12 @@ class Prepared:
         """(rows,) classes or numbers; (rows, longest) classes of tokens, `IGNORED` where there is none."""
         return placed_labels(self._encoded[split], getattr(self.task, split))
 
+    def encoded(self, split: Split) -> Encoded:
+        """Token ids of a split of texts."""
+        encoded = self._encoded[split]
+        assert isinstance(encoded, Encoded)
+        return encoded
+
     def inputs(
         self, classifier: Classifier, first_block: int, split: Split, progress: Progress = silent
     ) -> Source:

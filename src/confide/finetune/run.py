@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from confide import files
 from confide.errors import ConfigError, ModelError, ReleaseError
-from confide.finetune import methods
+from confide.finetune import methods, released
+from confide.finetune.agreement import agreed
 from confide.finetune.binding import Anchor, Binding
 from confide.finetune.charge import charged
 from confide.finetune.checkpoint import Begun, Unfinished
@@ -31,6 +32,7 @@ from confide.finetune.prepare import (
     targets,
 )
 from confide.finetune.published import noisy_accuracy
+from confide.finetune.released import Released
 from confide.finetune.selfcheck import (
     check_finite,
     check_gradients,
@@ -39,6 +41,7 @@ from confide.finetune.selfcheck import (
 )
 from confide.finetune.settings import Settings
 from confide.gradients.keys import Keys
+from confide.merging.statistics import write_statistics
 from confide.models.adapters import Adapted, adapt, plain_state
 from confide.models.backbones import (
     Classifier,
@@ -53,9 +56,19 @@ from confide.privacy.calibration import calibrate, resolve_delta
 from confide.privacy.composition import new_run, training_spending, training_statement
 from confide.privacy.statement import Base, Statement
 from confide.privacy.streams import Budget, Schedule
-from confide.release.format import PREPROCESSOR, WEIGHTS, Head, ReleaseInfo, preprocessor
-from confide.release.hashes import base_hash
-from confide.release.tensors import write_tensors
+from confide.release import agreement as agreements
+from confide.release.agreement import Agreement
+from confide.release.format import (
+    PREPROCESSOR,
+    STATISTICS,
+    TEXT_CLASSES,
+    WEIGHTS,
+    Head,
+    ReleaseInfo,
+    preprocessor,
+)
+from confide.release.hashes import base_hash, encoder_hash
+from confide.release.tensors import Checkpoint, write_tensors
 from confide.release.write import check_task_name, write_release
 from confide.tasks.records import TaskData
 
@@ -102,6 +115,8 @@ class FineTuned:
         history: private.
         statement: the claim; the hashes of the weights are filled in when it is released.
         unfinished: the run's keys and checkpoints on disk, private; None if there are none.
+        statistics: noisy, of the training records; released with the weights. None where none were asked.
+        agreement: what the run kept to; released with the weights.
     """
 
     prepared: Prepared
@@ -111,6 +126,8 @@ class FineTuned:
     history: History
     statement: Statement
     unfinished: Unfinished | None = None
+    statistics: Released | None = None
+    agreement: Agreement | None = None
 
     def score(self) -> float:
         """Score on the test records. Not noised: for reports, never for a release."""
@@ -174,6 +191,13 @@ class FineTuned:
             classifier.tokenizer.save_pretrained(folder)
         except Exception as error:  # a full disk is a bare Exception in the tokenizers library
             raise ReleaseError(f"can't write the tokenizer to {folder}: {error}") from error
+        if self.agreement:
+            files.write_json(folder / agreements.FILE_NAME, self.agreement.model_dump(mode="json"))
+        if self.statistics:
+            made = self.statistics
+            model = encoder_hash(Checkpoint.open(folder), classifier.prefix, self.adapted.head)
+            source = self.statement.spendings[0].dataset
+            write_statistics(folder / STATISTICS, made.kind, "released", model, made.arrays, source)
 
 
 def prepare(task: TaskData, base: PublicBase, max_length: int) -> Prepared:
@@ -210,6 +234,8 @@ def plan(
             f"publish_accuracy counts test units that are labelled rightly, but the metric is {task.metric}; "
             "only `accuracy` has a known sensitivity"
         )
+    if settings.release_statistics is not None and task.problem != TEXT_CLASSES:
+        raise ConfigError("release_statistics is for texts with one label each")
     if settings.publish_accuracy is not None and task.problem.target != "class":
         raise ConfigError("publish_accuracy counts rows with one label each, not labels of words")
     adapted = adapt(classifier, settings.trainable, settings.seed)
@@ -257,12 +283,14 @@ def finetune(
     caller publishes nothing else that was computed from them (`history` and `score` are not noised).
     """
     task, dataset = prepared.task, dataset or prepared.task.name
+    keeps = agreed(settings, task, base.identity, base.folder)
     begun = unfinished.read() if unfinished else None
     if begun:
         keys, run = begun.keys, begun.run
     else:  # keys are made here, never handed in: two runs with the same noise would give it away
         keys, run = Keys.fresh() if simulate is None else Keys.fixed(simulate), new_run()
     found = fingerprint(prepared, settings, base.identity, base.folder, dataset, simulate, keys.sampling)
+    found["agreement"] = str(keeps.hash if keeps else None)
     if begun:
         begun.check(found)
     classifier = load_classifier(base.folder, task.labels, settings.seed, task.problem)
@@ -302,6 +330,8 @@ def finetune(
             check_gradients(classifier, module, forward, trained, inputs)
             for stream in schedule.streams:
                 check_noise(stream.noise_multiplier * stream.clipping.bound)
+            for query in schedule.queries:
+                check_noise(query.noise_multipliers[0])
         binding = Binding(
             module=module,
             forward=forward,
@@ -323,6 +353,7 @@ def finetune(
             partial(unfinished.after_step, run) if unfinished else lambda state: None,
         )
         published = noisy_accuracy(prepared, adapted, schedule, keys.noise)
+        statistics = _statistics(prepared, base, settings, adapted, schedule, keys, progress)
     entry = charge.settle(history.steps_run)
     if task.problem.label_range:
         answer_in(classifier, task.problem.label_range)
@@ -339,8 +370,46 @@ def finetune(
         simulated=keys.simulated,
         published=published,
         ledger=entry,
+        agreement=keeps.hash if keeps else None,
     )
-    return FineTuned(prepared, adapted, settings, schedule, history, statement, unfinished)
+    return FineTuned(prepared, adapted, settings, schedule, history, statement, unfinished, statistics, keeps)
+
+
+def _statistics(
+    prepared: Prepared,
+    base: PublicBase,
+    settings: Settings,
+    adapted: Adapted,
+    schedule: Schedule,
+    keys: Keys,
+    progress: Progress,
+) -> Released | None:
+    """The schedule's query for statistics, on the weights as they will be released."""
+    asked = [query for query in schedule.queries if query.purpose in ("gram", "fisher")]
+    if not asked:
+        return None
+    task = prepared.task
+    (query,) = asked
+    progress(f"statistics, {task.name}", 0, 1)
+    plain = load_classifier(base.folder, task.labels, settings.seed, task.problem)
+    plain.model.load_state_dict(plain_state(adapted))
+    inputs = prepared.inputs(plain, adapted.first_block, "train")
+    _, forward = forward_of(plain, adapted.first_block, inputs)
+    tokens = prepared.encoded("train")
+    found = released.ask(
+        query,
+        adapted,
+        plain,
+        tokens,
+        inputs,
+        forward,
+        task.train.units,
+        denominator=public_units(task, settings),
+        bound=settings.statistics_bound,
+        noise=keys.noise.generator(query.name, 0, query.purpose),
+    )
+    progress(f"statistics, {task.name}", 1, 1)
+    return found
 
 
 def _micro_batch(

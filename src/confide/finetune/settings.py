@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -57,6 +58,12 @@ class Settings(BaseModel):
         memory: about how much the process may take, such as `8GiB`: micro-batches are made to fit. None
             keeps them at a size that is fast on processors. Changes the result by rounding only.
         max_length: tokens of a text; longer ones are cut.
+        release_statistics: `grams` (for RegMean) or `fisher` of the training records, released beside the
+            weights as one more charged query; None for none.
+        statistics_noise: σ of that query; calibration pays it first and never changes it. Unused without.
+        statistics_bound: R; a unit's statistics are scaled to norm R² (`finetune.released`). None takes what
+            made-up texts have, which is public.
+        agreement: file of `confide agree`; what contradicts it is refused, and the statement has its hash.
         seed: fixes initial weights; public. Noise and sampling never depend on it.
     """
 
@@ -88,6 +95,10 @@ class Settings(BaseModel):
     publish_accuracy: float | None = Field(default=None, gt=0)
     memory: str | None = Field(default=None, pattern=MEMORY)
     max_length: int = Field(default=64, gt=2)
+    release_statistics: Literal["grams", "fisher"] | None = None
+    statistics_noise: float = Field(default=5.0, gt=0)
+    statistics_bound: float | None = Field(default=None, gt=0)
+    agreement: Path | None = None
     seed: int = Field(default=0, ge=0)
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -131,4 +142,6 @@ class Settings(BaseModel):
             )
         if self.warmup >= self.steps:
             raise ValueError(f"a warmup of {self.warmup} steps must be shorter than the {self.steps} steps")
+        if self.method == "non-private" and self.release_statistics:
+            raise ValueError("method non-private adds no noise, so no release_statistics; use public text")
         return self

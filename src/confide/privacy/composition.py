@@ -101,6 +101,7 @@ def training_statement(
     weights: Mapping[str, str] | None = None,
     published: Sequence[Published] = (),
     ledger: LedgerEntry | None = None,
+    agreement: str | None = None,
 ) -> Statement:
     """What one training run claims.
 
@@ -112,6 +113,7 @@ def training_statement(
         weights: SHA-256 by path; writing the release fills them in.
         published: noisy numbers that the schedule's queries paid for.
         ledger: where the run was charged.
+        agreement: hash of what was agreed with others before training.
 
     Raises:
         PrivacyError: a private run without δ, more steps run than planned, or no finite bound.
@@ -146,6 +148,7 @@ def training_statement(
         assumptions=sentences if claim else (),
         published=tuple(published),
         ledger=ledger,
+        agreement=agreement,
     )
 
 
@@ -197,6 +200,7 @@ def compose(
         owners = [tuple(dict.fromkeys(s.dataset for s in part.spendings)) for part in known]
         checked = disjoint if isinstance(disjoint, OwnersChecked) else None
         sentences[words.disjointness(owners, checked)] = None
+    agreements = {statement.agreement if statement else None for statement in statements}
     return Statement(
         kind="merge",
         confide=version("confide"),
@@ -207,6 +211,7 @@ def compose(
         spendings=spendings,
         disjoint=disjoint if isinstance(disjoint, OwnersChecked) else "declared" if disjoint else None,
         assumptions=tuple(sentences) if claim else (),
+        agreement=agreements.pop() if len(agreements) == 1 else None,
         inputs=tuple(said) if said is not None else tuple(statement.to_json() for statement in known),
     )
 

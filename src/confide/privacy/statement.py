@@ -158,6 +158,8 @@ class Statement(_Frozen):
         assumptions: sentences under which the claim holds.
         published: noisy numbers about the records, of a training run.
         ledger: where the run was charged; None for a merge, or a run that no ledger knows.
+        agreement: hash of what the run's owner agreed with others before training, or of what all inputs
+            of a merge were trained under; None where there is none.
         inputs: the statements of what was merged, each as its author wrote and signed it.
         signature: None: nobody answers for the statement.
     """
@@ -175,6 +177,7 @@ class Statement(_Frozen):
     assumptions: tuple[str, ...]
     published: tuple[Published, ...] = ()
     ledger: LedgerEntry | None = None
+    agreement: str | None = Field(default=None, pattern="^sha256:[0-9a-f]{64}$")
     inputs: tuple[Said, ...] = ()
     signature: Signature | None = None
 

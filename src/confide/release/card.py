@@ -236,9 +236,12 @@ def _spending(spending: Spending) -> str:
     unit = "records" if spending.unit == "record" else f"units (values of `{spending.unit}`)"
     if spending.event is None:
         return f"- `{spending.dataset}`, {spending.units} {unit}: {spending.no_claim or 'no claim'}"
+    whole = spending.schedule.queries if spending.schedule else ()
+    drawn = queries(spending.event) - sum(len(query.noise_multipliers) for query in whole)
+    beside = "".join(f", and the {query.purpose} of all of them once, noised" for query in whole)
     return (
         f"- `{spending.dataset}`, {spending.units} {unit} ({spending.adjacency.replace('-', ' ')}): "
-        f"{_count(queries(spending.event), 'noisy query', 'noisy queries')} on random minibatches"
+        f"{_count(drawn, 'noisy query', 'noisy queries')} on random minibatches{beside}"
     )
 
 

@@ -5,6 +5,7 @@ A task model (`kind: model`) is a folder that plain transformers loads::
     config.json, model.safetensors     the whole classifier; LoRA merged into its layers
     tokenizer.json, ...                the base's tokenizer, unchanged
     confide.json                       this format: which tensors are the head, which labels it has
+    statistics.safetensors             where asked for: noisy statistics for RegMean or Fisher averaging
     statement.json                     the privacy claim (`privacy.statement`)
     README.md                          the card: both, in words
 
@@ -26,6 +27,7 @@ from confide.errors import ReleaseError
 FILE_NAME = "confide.json"
 PREPROCESSOR = "preprocessor_config.json"
 WEIGHTS = "model.safetensors"
+STATISTICS = "statistics.safetensors"
 
 Metric = Literal["accuracy", "macro-f1", "pearson", "spearman", "rmse"]
 

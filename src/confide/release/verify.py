@@ -18,7 +18,14 @@ from confide.privacy.statement import Said, Statement
 from confide.privacy.words import round_up
 from confide.release import card, format
 from confide.release.hashes import file_hash
-from confide.release.write import check_files, check_names, check_tensors, check_weights
+from confide.release.write import (
+    check_agreement,
+    check_files,
+    check_names,
+    check_statistics,
+    check_tensors,
+    check_weights,
+)
 
 UNSIGNED = "not signed: nobody asserts that noise was added"
 
@@ -86,6 +93,7 @@ def _files(folder: Path, statement: Statement) -> Check:
     check_names(folder)
     check_files(folder, statement)
     check_tensors(folder, info)
+    check_agreement(folder, statement)
     if not statement.files:
         return Check("files", "note", "nothing besides a release; the statement holds hashes of weights only")
     return Check(
@@ -95,6 +103,7 @@ def _files(folder: Path, statement: Statement) -> Check:
 
 def _weights(folder: Path, statement: Statement) -> Check:
     check_weights(folder, statement)
+    check_statistics(folder, statement)
     return Check("weights", "ok", f"SHA-256 as stated: {', '.join(sorted(statement.weights))}")
 
 

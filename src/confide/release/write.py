@@ -15,7 +15,7 @@ from confide.errors import ReleaseError
 from confide.privacy import statement as statements
 from confide.privacy.signature import public_text, sign, signer
 from confide.privacy.statement import Statement
-from confide.release import card, format
+from confide.release import agreement, card, format
 from confide.release.format import Head, ReleaseInfo
 from confide.release.hashes import file_hash
 from confide.release.tensors import METADATA, Checkpoint
@@ -32,6 +32,7 @@ PROVENANCE: Mapping[str, str] = {
     "model.safetensors.index.json": "Which shard holds which tensor: names and sizes of the architecture.",
     "model-*-of-*.safetensors": "A shard of the weights.",
     "heads/*/model.safetensors": "A task's head, as its own release holds it.",
+    format.STATISTICS: "Statistics of the records: the noisy answer to a query that the statement lists.",
     "tokenizer.json": _TOKENIZER,
     "tokenizer_config.json": _TOKENIZER,
     "special_tokens_map.json": _TOKENIZER,
@@ -45,6 +46,7 @@ PROVENANCE: Mapping[str, str] = {
     "sentencepiece.bpe.model": _TOKENIZER,
     format.FILE_NAME: "The owner's settings: task, labels, metric, length; names of the head's tensors.",
     statements.FILE_NAME: "The schedule, declared constants of the data, the claim, hashes of the files.",
+    agreement.FILE_NAME: "What organisations agreed on before training: settings, and the base's hashes.",
     MERGE_REPORT: "Computed from the released weights of the inputs and the base, and from nothing else.",
     card.FILE_NAME: "Written from confide.json, statement.json and merge-report.json.",
 }
@@ -56,7 +58,9 @@ TOKENIZER_FILES = (
 )
 """What a model needs beside its weights and config.json to read texts, or images."""
 
-_WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "heads/*/model.safetensors")
+_WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "heads/*/model.safetensors", format.STATISTICS)
+_STATISTICS_METADATA = {"format", "kind", "origin", "model", "source"}
+_PURPOSES = {"grams": "gram", "fisher": "fisher"}
 _TASK = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -124,6 +128,8 @@ def write_release(
         files.write_json(side / statements.FILE_NAME, statement.to_json())
         check_names(side)
         check_tensors(side, info)
+        check_statistics(side, statement)
+        check_agreement(side, statement)
     return statement
 
 
@@ -163,6 +169,8 @@ def verify(folder: Path) -> Statement:
     check_files(folder, statement)
     check_weights(folder, statement)
     check_tensors(folder, info)
+    check_statistics(folder, statement)
+    check_agreement(folder, statement)
     return statement
 
 
@@ -242,6 +250,42 @@ def check_tensors(folder: Path, info: ReleaseInfo) -> None:
         for metadata in checkpoint.metadata:
             if metadata not in (None, METADATA):
                 raise ReleaseError(f"{checkpoint.path}: metadata beyond {METADATA} has no place in a release")
+
+
+def check_statistics(folder: Path, statement: Statement) -> None:
+    """Whether statistics in the folder are what the statement's one run asked, and nothing travels with them.
+
+    Raises:
+        ReleaseError: they are of another kind or origin than its query, or there is no query, or no file.
+    """
+    file = folder / format.STATISTICS
+    asked = {
+        query.purpose
+        for spending in statement.spendings
+        if statement.kind == "training" and spending.schedule
+        for query in spending.schedule.queries
+    } & set(_PURPOSES.values())
+    if not file.exists():
+        if asked:
+            raise ReleaseError(f"{folder}: the statement lists statistics, but {file.name} is missing")
+        return
+    about = Checkpoint.open(file).metadata[0] or {}
+    if set(about) != _STATISTICS_METADATA or about["origin"] != "released":
+        raise ReleaseError(f"{file}: metadata beyond those of released statistics have no place in a release")
+    if _PURPOSES.get(str(about["kind"])) not in asked or about["source"] != statement.spendings[0].dataset:
+        raise ReleaseError(f"{file}: the statement lists no query for them, so nothing covers them")
+
+
+def check_agreement(folder: Path, statement: Statement) -> None:
+    """Whether the agreement in the folder is the one that the statement is about.
+
+    Raises:
+        ReleaseError: it is another one.
+        ConfigError: the file is no agreement.
+    """
+    file = folder / agreement.FILE_NAME
+    if file.exists() and agreement.read(file).hash != statement.agreement:
+        raise ReleaseError(f"{file}: the statement is about another agreement, or none")
 
 
 def _listed(folder: Path) -> list[str]:
