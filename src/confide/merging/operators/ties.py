@@ -32,6 +32,7 @@ class Scratch:
     def __init__(self, count: int, size: int) -> None:
         self.kept = np.empty((count, size))
         self.total, self.elected, self.merged, self.agreeing, self.mass = np.empty((5, size))
+        self.nothing = np.zeros(size)
         self.magnitude = np.empty(size, np.float32)
         self.votes = np.empty(size, np.uint16)
         self.flag, self.zero = np.empty((2, size), bool)
@@ -79,7 +80,7 @@ def disjoint_merge(
             votes += agrees
         else:
             mass += agrees * weights[number]
-        np.maximum(agreeing, 0, out=agreeing)
+        np.maximum(agreeing, scratch.nothing[:size], out=agreeing)  # numpy is slower against a scalar
         merged += agreeing
     elected *= scale
     merged *= elected
@@ -124,7 +125,8 @@ def _trim(
     total[...] = 0
     for number, (entries, out, threshold) in enumerate(zip(vectors, kept, thresholds, strict=True)):
         np.greater_equal(magnitudes(entries, scratch.magnitude), np.float32(threshold), out=keep)
-        np.multiply(entries, keep, out=out)
+        np.copyto(out, keep)
+        out *= entries
         if weights is not None:
             out *= weights[number]
         total += out
