@@ -117,15 +117,16 @@ def _brackets(
     brackets: list[list[_Bracket]] = []
     for own, bits in zip(ranks, sample, strict=True):
         brackets.append([])
-        ordered = np.sort(bits)
         for k in own:
             share = k / size
             margin = _MARGIN * math.sqrt(count * share * (1 - share))
             first, last = math.floor(share * count - margin), math.ceil(share * count + margin)
-            if first < 0 or last >= count or ordered[last] - ordered[first] >= _LOW:
+            if first < 0 or last >= count:
                 return None
-            low, high = int(ordered[first]), int(ordered[last]) + 1
-            brackets[-1].append(_Bracket(low, np.zeros(high - low, np.int64)))
+            low, high = (int(bound) for bound in np.partition(bits, (first, last))[[first, last]])
+            if high - low >= _LOW:
+                return None
+            brackets[-1].append(_Bracket(low, np.zeros(high + 1 - low, np.int64)))
     return brackets
 
 
