@@ -115,11 +115,11 @@ class Plan:
     def memory(self) -> tuple[int, str]:
         """Private memory in bytes that the merge will need, beside Python and numpy, and what for.
 
-        Chunks of every model and the tables of order statistics; for an operator of whole matrices, the
-        largest matrix with its Gram, each a few times.
+        Chunks of every model, and the sample (held twice) or the tables of order statistics; for an operator
+        of whole matrices, the largest matrix with its Gram, each a few times.
         """
         count = self.vectors.count
-        streaming = (3 * count + 12) * CHUNK * 8 + count * (1 << 22)
+        streaming = (3 * count + 12) * CHUNK * 8 + (2 * count + 1) * (1 << 22)
         if self.operator.takes != "matrices":
             return streaming, "chunks of every model"
         needed = [

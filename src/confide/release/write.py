@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,7 +118,7 @@ def write_release(
         signed_by = public_text(key) if key else None
         text = card.render(info, statement, signed_by, _merge_report(side))
         files.write_text(side / card.FILE_NAME, text)
-        hashes = {name: file_hash(side / name) for name in _listed(side) if name != statements.FILE_NAME}
+        hashes = _hashes(side)
         written = {
             "weights": {name: value for name, value in hashes.items() if _is_weights(name)},
             "files": {name: value for name, value in hashes.items() if not _is_weights(name)},
@@ -172,6 +173,16 @@ def verify(folder: Path) -> Statement:
     check_statistics(folder, statement)
     check_agreement(folder, statement)
     return statement
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    """Hashes of all files. Weights go to the disk meanwhile, which the folder's sync would wait for later."""
+    names = [name for name in _listed(folder) if name != statements.FILE_NAME]
+    with ThreadPoolExecutor(1) as pool:
+        synced = pool.map(files.sync, [folder / name for name in names if _is_weights(name)])
+        hashes = {name: file_hash(folder / name) for name in names}
+        list(synced)  # raises what went wrong
+    return hashes
 
 
 def check_names(folder: Path) -> None:

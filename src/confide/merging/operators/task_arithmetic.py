@@ -24,7 +24,9 @@ def task_arithmetic(vectors: Vector, scale: Vector) -> Vector:
     """λ Σ D_t (Ilharco et al. 2023, section 4), or Σ λ_t D_t."""
     merged: Vector
     if (scale == scale[0]).all():
-        merged = vectors.sum(axis=0)
+        merged = vectors[0].copy()
+        for vector in vectors[1:]:
+            merged += vector  # faster than a sum over the first axis
         merged *= scale[0]
     else:
         merged = np.einsum("t,tn->n", scale, vectors)
