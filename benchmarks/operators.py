@@ -5,8 +5,8 @@
 
 Models are those of RUN; settings, operators and public text those of the study file. Rows: each method's
 models alone, every merge, and the TIES merge with personal files of at most 1 % of the base. Scores are on
-the study's test records, not noised. One seed: differences of a point or two mean nothing.
-`--json` prints the same as JSON.
+the study's test records, not noised. One seed: differences of a point or two mean nothing. `--json` prints
+the same as JSON.
 """
 
 from __future__ import annotations

@@ -69,7 +69,6 @@ def test_more_memory_gives_larger_micro_batches(
     assert 16 <= small < large
     # On a straight line: what is fixed is paid once.
     assert (tokens(150 * 2**20) - large) == pytest.approx(large - small, rel=0.01)
-    assert tokens(130 * 2**20, kept=10 * 2**20) < large
     for parameter, value in zip(adapted.classifier.model.parameters(), before, strict=True):
         assert torch.equal(parameter, value)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from confide.errors import ConfigError, PrivacyError, ReleaseError
 from confide.finetune import released
+from confide.finetune.checkpoint import Unfinished
 from confide.finetune.run import FineTuned, PublicBase, finetune, prepare
 from confide.finetune.settings import Settings
 from confide.finetune.statistics import write_public_statistics
@@ -28,6 +30,7 @@ from confide.models.releases import load_release
 from confide.privacy.accountant import epsilon
 from confide.privacy.composition import check
 from confide.privacy.events import leaves
+from confide.privacy.ledger import Ledger
 from confide.privacy.units import UnitMap
 from confide.release.tensors import Checkpoint, write_tensors
 from confide.release.verify import examine
@@ -318,6 +321,37 @@ def test_the_same_keys_give_the_same_answer(base: PublicBase, make_task: MakeTas
     arrays = [vector(dict(one.arrays)) for one in (*found, other) if one is not None]
     assert (arrays[0] == arrays[1]).all()
     assert (arrays[0] != arrays[2]).any()
+
+
+def test_a_run_that_is_killed_at_the_query_goes_on_with_the_same_answer(
+    base: PublicBase, make_task: MakeTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer was computed and lost; the charge stands, and the one that is released is the same."""
+    settings = Settings.of(SMALL | {"release_statistics": "grams"})
+    prepared = prepare(make_task(), base, settings.max_length)
+    ledger = Ledger.open(str(tmp_path / "ledger.sqlite"))
+    answers: list[np.ndarray] = []
+    ask = released.ask
+
+    def killed(*arguments: Any, **keywords: Any) -> Any:
+        answers.append(vector(dict(ask(*arguments, **keywords).arrays)))
+        raise KeyboardInterrupt
+
+    def tuned() -> FineTuned:
+        with closing(Unfinished.open(tmp_path / "unfinished", every=0)) as unfinished:
+            return finetune(prepared, base, settings, ledger=ledger, unfinished=unfinished)
+
+    monkeypatch.setattr(released, "ask", killed)
+    with pytest.raises(KeyboardInterrupt):
+        tuned()
+    monkeypatch.setattr(released, "ask", ask)
+    again = tuned()
+    assert again.statistics is not None
+    assert (vector(dict(again.statistics.arrays)) == answers[0]).all()
+    assert [entry.value["kind"] for entry in ledger.entries() if "spending" in entry.value] == ["reserve"]
+    (spending,) = again.statement.spendings
+    assert spending.schedule is not None
+    assert [query.purpose for query in spending.schedule.queries] == ["gram"]
 
 
 def test_what_cant_be_released(base: PublicBase, make_task: MakeTask) -> None:

@@ -100,7 +100,9 @@ def test_a_text_without_a_token_is_refused() -> None:
     class Bare:
         pad_token_id = 0
 
-        def num_special_tokens_to_add(self) -> int:
+        model_input_names = ("input_ids",)
+
+        def num_special_tokens_to_add(self, pair: bool = False) -> int:
             return 0
 
         def __call__(self, texts: list[str], **_: object) -> dict[str, list[list[int]]]:
