@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from confide.errors import ModelError, PrivacyError
 from confide.finetune.binding import Binding
@@ -275,8 +274,8 @@ class _StreamRunner:
         return sums
 
     def _losses(self, rows: Units) -> Tensor:
-        logits = self.binding.forward(self.binding.batch(rows))
-        return functional.cross_entropy(logits, self.binding.labels[torch.from_numpy(rows)], reduction="none")
+        outputs = self.binding.forward(self.binding.batch(rows))
+        return self.binding.loss(outputs, self.binding.labels[torch.from_numpy(rows)])
 
 
 @contextmanager
