@@ -105,7 +105,9 @@ def opake(case: Case) -> Step:
     trained = case.parameters
     fixed = {name: p for name, p in case.model.named_parameters() if name not in trained}
     fixed |= dict(case.model.named_buffers())
-    names = tuple(case.inputs)
+    # transformers looks at a mask's values, which torch.func can't follow; here no record is padded.
+    shown = {name: value for name, value in case.inputs.items() if name != "attention_mask"}
+    names = tuple(shown)
     optimizer = torch.optim.AdamW(list(trained.values()), lr=RATE)
 
     def loss(parameters: dict[str, Tensor], label: Tensor, *inputs: Tensor) -> Tensor:
@@ -121,7 +123,7 @@ def opake(case: Case) -> Step:
     def step() -> None:
         nonlocal state, noise_state
         detached = {name: p.detach() for name, p in trained.items()}
-        clipped, state = gradient(detached, case.labels, *case.inputs.values(), state=state)
+        clipped, state = gradient(detached, case.labels, *shown.values(), state=state)
         noisy, noise_state = noise(clipped, noise_state)
         for name, parameter in trained.items():
             parameter.grad = noisy.pytree[name]

@@ -19,6 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 from confide.errors import ModelError
 from confide.gradients import entrywise
 
+_AT_ONCE = 1 << 22  # values of a parameter's gradients in one go: their copies should stay small
 _TOLERANCE = 1e-3  # relative to the largest value; in half precision, times 64
 
 
@@ -124,7 +125,8 @@ class Recomputation:
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "There is a performance drop")
-                found, outputs = vmap(one, (dims, 0))(split, gradients)
+                several = max(1, _AT_ONCE // max(value.numel() for value in parameters.values()))
+                found, outputs = vmap(one, (dims, 0), chunk_size=several)(split, gradients)
         except Exception:  # torch.func refuses control flow on values, random numbers and more
             return None
         return found, [output.flatten(0, 1) for output in outputs]
