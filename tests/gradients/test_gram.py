@@ -80,3 +80,20 @@ def test_large_finite_tokens_are_measured() -> None:
     a, g = torch.randn(2, 4, 5) * 1e30, torch.randn(2, 4, 6) * 1e20
     squares, _ = squared_norms(Gram.of(a), Gram.of(g))
     assert torch.allclose(squares, truth(a, g), rtol=1e-9)
+
+
+@pytest.mark.parametrize("cancel", [False, True])
+def test_long_tokens_are_multiplied_in_pieces(cancel: bool) -> None:
+    """As of a vocabulary: one float32 product over all entries would need float64 to be sure."""
+    torch.manual_seed(0)
+    a, g = torch.randn(2, 6, 30), torch.randn(2, 6, 5000)
+    if cancel:
+        g[:, 1], a[:, 1] = -g[:, 0], a[:, 0] * (1 + 2**-20)
+    gram = Gram.of(g)
+    exact = g.double() @ g.double().mT
+    allowed = gram.error * gram.lengths[:, :, None].double() * gram.lengths[:, None]
+    assert ((gram.products.double() - exact).abs() <= allowed).all()
+    assert gram.error < 2100 * torch.finfo(torch.float32).eps / 2
+    squares, slack = squared_norms(Gram.of(a), gram)
+    assert (truth(a, g) <= squares + slack).all()
+    assert squares.tolist() == pytest.approx(truth(a, g).tolist(), rel=1e-4)

@@ -40,7 +40,8 @@ def optimizer_of(stream: Stream, parameters: Mapping[str, nn.Parameter]) -> torc
         return torch.optim.SGD(groups, lr=0.0, weight_decay=stream.weight_decay)
     if stream.bias_correction:
         return CorrectedAdamW(groups, weight_decay=stream.weight_decay, floor=stream.bias_correction)
-    return torch.optim.AdamW(groups, lr=0.0, weight_decay=stream.weight_decay)
+    # Fused: one pass, without temporary copies of all weights.
+    return torch.optim.AdamW(groups, lr=0.0, weight_decay=stream.weight_decay, fused=True)
 
 
 class CorrectedAdamW(torch.optim.Optimizer):

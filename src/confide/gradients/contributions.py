@@ -138,7 +138,8 @@ class _Factored:
 
 def _joined(values: Sequence[Tensor], rows: Rows) -> Tensor:
     """(rows, S_i, …) of several uses → (units, Σ m·S_i, …)."""
-    return torch.cat([rows.joined(value) for value in values], 1)
+    joined = [rows.joined(value) for value in values]
+    return joined[0] if len(joined) == 1 else torch.cat(joined, 1)
 
 
 def _squares(x: Tensor) -> Tensor:

@@ -10,6 +10,8 @@ from torch import Tensor
 # A unit whose bound exceeds this share of its squared norm is measured again in float64.
 _TOLERANCE = 2.0**-7
 
+_PIECE = 1024  # of longer tokens, so many entries are multiplied at a time, and the pieces added in float64
+
 
 @dataclass(frozen=True)
 class Mixed:
@@ -43,7 +45,7 @@ class Mixed:
         """(n, S + T, S + T) inner products: e(i)·e(j) is 1 where i = j, e(i)·x is x_i."""
         across = self.dense.gather(2, self.ids[:, None].expand(-1, self.dense.shape[1], -1))
         equal = (self.ids[:, :, None] == self.ids[:, None]).to(self.dense.dtype)
-        top = torch.cat([self.dense @ self.dense.mT, across], 2)
+        top = torch.cat([_inner(self.dense), across], 2)
         return torch.cat([top, torch.cat([across.mT, equal], 2)], 1)
 
 
@@ -66,13 +68,25 @@ class Gram:
     @classmethod
     def of(cls, tokens: Tensor | Mixed) -> Gram:
         """Inner products of `tokens` (n, S, p) in their own dtype."""
-        products = tokens.products() if isinstance(tokens, Mixed) else tokens @ tokens.mT
+        products = tokens.products() if isinstance(tokens, Mixed) else _inner(tokens)
         number = torch.finfo(tokens.dtype)
         # The floor makes γ·lengths_s·lengths_t cover underflow too, at most `tiny` per term.
         floor = 4 * number.tiny / number.eps
         lengths = (products.diagonal(dim1=1, dim2=2).clamp(min=0) + floor).sqrt()
-        # Roundings: of the product, of its sum with S − 1 others, and of the lengths.
-        return cls(tokens, products, lengths, _gamma(sum(tokens.shape[1:]) + 4, tokens.dtype))
+        # Roundings: of the product, of its sum with S − 1 others, and of the lengths. With pieces, by
+        # Cauchy-Schwarz Σ γ‖x_i‖‖y_i‖ ≤ γ‖x‖‖y‖ for the γ of one piece; their sum is rounded once.
+        _, length, p = tokens.shape
+        return cls(tokens, products, lengths, _gamma(length + min(p, 2 * _PIECE) + 5, tokens.dtype))
+
+
+def _inner(x: Tensor) -> Tensor:
+    """(n, S, p) → (n, S, S)."""
+    if x.shape[2] <= 2 * _PIECE or x.dtype == torch.float64:
+        return x @ x.mT
+    total = x.new_zeros((len(x), x.shape[1], x.shape[1]), dtype=torch.float64)
+    for piece in torch.split(x, _PIECE, 2):
+        total += piece @ piece.mT
+    return total.to(x.dtype)
 
 
 def squared_norms(a: Gram, g: Gram) -> tuple[Tensor, Tensor]:

@@ -33,8 +33,9 @@ def tokens(logits: Tensor, labels: Tensor) -> Tensor:
         logits: (rows, S, classes).
         labels: (rows, S), `IGNORED` where there is none.
     """
-    each = functional.cross_entropy(logits.mT, labels, reduction="none", ignore_index=IGNORED)
-    return each.sum(1) / (labels != IGNORED).sum(1).clamp(min=1)
+    flat = logits.flatten(0, 1)  # classes last, as they lie in memory
+    each = functional.cross_entropy(flat, labels.flatten(), reduction="none", ignore_index=IGNORED)
+    return each.view(labels.shape).sum(1) / (labels != IGNORED).sum(1).clamp(min=1)
 
 
 def causal(logits: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
@@ -49,4 +50,6 @@ def causal(logits: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
         mask: (rows, S), 0 at padding on either side.
     """
     own = mask[:, 1:].bool() & mask[:, :-1].bool()
-    return tokens(logits[:, :-1], torch.where(own, ids[:, 1:], IGNORED))
+    following = torch.where(own, ids[:, 1:], IGNORED)
+    # The last position predicts nothing; to cut it off would copy all logits.
+    return tokens(logits, functional.pad(following, (0, 1), value=IGNORED))

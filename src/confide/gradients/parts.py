@@ -12,6 +12,8 @@ from torch import Tensor
 from confide.gradients.clipping import round_down
 from confide.gradients.gram import Gram
 
+_PIECE = 1 << 18  # values that are widened at a time: a float64 copy of all would be large and slow
+
 
 class Rows:
     """Which row of a micro-batch belongs to which unit.
@@ -163,7 +165,11 @@ class PerUnit:
     slack: Tensor | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.squares = self.values.flatten(1).to(torch.float64).square().sum(1)
+        flat = self.values.flatten(1)
+        first, *others = torch.split(flat, max(1, _PIECE // max(1, len(flat))), 1)
+        self.squares = _squares(first)
+        for piece in others:
+            self.squares += _squares(piece)
 
     def add_to(self, sums: Sums, factors: Factors, rows: Rows) -> None:
         flat = factors.kept(self.values.flatten(1))
@@ -188,6 +194,11 @@ class AtIndex:
     def add_to(self, sums: Sums, factors: Factors, rows: Rows) -> None:
         values = factors.kept(self.values, self.unit)
         sums.add_at(self.name, self.index, values * factors.rounded(values.dtype)[self.unit, None])
+
+
+def _squares(values: Tensor) -> Tensor:
+    """(units, k) → (units,) float64."""
+    return values.to(torch.float64).square().sum(1)
 
 
 def _same(x: Tensor, y: Tensor) -> bool:

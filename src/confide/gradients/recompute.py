@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ from torch.func import functional_call, vjp, vmap
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
 from confide.errors import ModelError
+from confide.gradients import entrywise
 
+_AT_ONCE = 1 << 22  # values of a parameter's gradients in one go: their copies should stay small
 _TOLERANCE = 1e-3  # relative to the largest value; in half precision, times 64
 
 
@@ -57,6 +59,43 @@ class Recomputation:
         found, outputs = result or self._one_by_one(split, given, places)
         return found, dict(zip(places, outputs, strict=True))
 
+    def entrywise(
+        self, tensors: Sequence[Tensor], gradients: Mapping[int, Tensor], found: Mapping[str, Tensor]
+    ) -> frozenset[str]:
+        """Parameters for which `by_entry` gives the gradients `found`, which `gradients` did."""
+        if not self.together or len(gradients) != 1:
+            return frozenset()
+        ((place, g),) = gradients.items()
+        held = self._parameters()
+
+        def call(values: Mapping[str, Tensor]) -> Tensor:
+            return self._call(values, tensors, [place])[0]
+
+        good = []
+        for name, values in found.items():
+            if entrywise.acts(call, name, held[name], g.shape):
+                again, _ = entrywise.gradient(call, name, held[name], g, len(values))
+                rows = zip(again.double().flatten(1), values.double().flatten(1), strict=True)
+                if all(_agree(x, y, _tolerance(values.dtype)) for x, y in rows):
+                    good.append(name)
+        return frozenset(good)
+
+    def by_entry(
+        self, tensors: Sequence[Tensor], gradients: Mapping[int, Tensor], rows: int, names: frozenset[str]
+    ) -> dict[str, Tensor]:
+        """As `gradients`, for parameters that act entry by entry: all rows at once; the others as usual."""
+        others = tuple(name for name in self.names if name not in names)
+        found = replace(self, names=others).gradients(tensors, gradients, rows)[0] if others else {}
+        held = self._parameters()
+        for place, g in gradients.items():
+            for name in names:
+
+                def call(values: Mapping[str, Tensor], place: int = place) -> Tensor:
+                    return self._call(values, tensors, [place])[0]
+
+                found[name] = entrywise.gradient(call, name, held[name], g, rows)[0]
+        return found
+
     def _call(
         self, parameters: Mapping[str, Tensor], own: Sequence[Tensor], places: list[int]
     ) -> list[Tensor]:
@@ -86,7 +125,8 @@ class Recomputation:
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "There is a performance drop")
-                found, outputs = vmap(one, (dims, 0))(split, gradients)
+                several = max(1, _AT_ONCE // max(value.numel() for value in parameters.values()))
+                found, outputs = vmap(one, (dims, 0), chunk_size=several)(split, gradients)
         except Exception:  # torch.func refuses control flow on values, random numbers and more
             return None
         return found, [output.flatten(0, 1) for output in outputs]
@@ -134,7 +174,7 @@ def check_same(again: Mapping[int, Tensor], before: Mapping[int, Tensor], place:
     """
     for index, x in again.items():
         y = before[index]
-        tolerance = _TOLERANCE * (64 if y.dtype in (torch.float16, torch.bfloat16) else 1)
+        tolerance = _tolerance(y.dtype)
         same = x.shape == y.shape
         if same:
             each = zip(x.double().flatten(1), y.double().flatten(1), strict=True)
@@ -145,6 +185,10 @@ def check_same(again: Mapping[int, Tensor], before: Mapping[int, Tensor], place:
                 "rows, draws random numbers or keeps a state), so its parameters can't be clipped exactly; "
                 "freeze them, or call the model with use_cache=False if it is a decoder"
             )
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    return _TOLERANCE * (64 if dtype in (torch.float16, torch.bfloat16) else 1)
 
 
 def _agree(x: Tensor, y: Tensor, tolerance: float) -> bool:
