@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from confide.finetune import loop
+from confide.gradients import losses
 from confide.privacy.ledger import Ledger
 
 from .conftest import Answer, listing
@@ -132,7 +133,7 @@ def test_a_simulation_goes_on_without_a_charge(
     given = ("--simulate", 3, "--steps", 4, "--checkpoint-every", 0)
     whole = train(reviews, *given, out="whole")
     assert whole.code == 0
-    plain = loop.functional.cross_entropy
+    plain = losses.functional.cross_entropy
     calls: list[int] = []
 
     def loss(*arguments: Any, **keywords: Any) -> Any:
@@ -142,7 +143,7 @@ def test_a_simulation_goes_on_without_a_charge(
         return plain(*arguments, **keywords)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop.functional, "cross_entropy", loss)
+        patch.setattr(losses.functional, "cross_entropy", loss)
         assert train(reviews, *given).code == 130
     assert confide("train", "--resume", out).code == 0
     files = [reviews.with_name(name) / "release" / "model.safetensors" for name in ("run", "whole")]
