@@ -372,7 +372,7 @@ def test_sigint(reviews: Path, tiny_base: Path, tmp_path: Path) -> None:
         command(tiny_base, reviews, tmp_path / "run", *endless),
         stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         env={**os.environ, "FORCE_COLOR": "1", "COLUMNS": "200"},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell in the background ignores it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # shells may ignore it
     )  # fmt: skip
     try:
         assert process.stderr is not None
