@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -64,6 +65,7 @@ def child(request: dict[str, Any], pipe: int) -> None:
 
         setattr(place, name, announced)
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
     try:
         os.environ["CONFIDE_LEDGER"] = request["ledger"]
         sys.argv = ["confide", *request["argv"]]
