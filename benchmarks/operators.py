@@ -4,8 +4,8 @@
     python benchmarks/operators.py runs/quickstart
 
 Models are those of RUN; settings, operators and public text those of the study file. Rows: each method's
-models alone, every merge, and the TIES merge with personal files of at most 1 % of the base. `--noised` adds
-RegMean with noised Grams of the training records, σ = 5: a simulation, since these models asked no such query.
+models alone, every merge, and the TIES merge with personal files of at most 1 % of the base. With `--noised`
+RegMean by noised Grams of the training records too, σ = 5: a simulation, as these models asked no such query.
 Scores are on the study's test records, not noised. One seed: differences of a point or two mean nothing.
 `--json` prints the same as JSON.
 """
