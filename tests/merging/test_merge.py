@@ -128,6 +128,7 @@ def test_the_report_measures_every_tensor(base: Path, releases: tuple[Path, Path
         "groups",
         "dtype",
         "heads",
+        "agreement",
         "base",
         "models",
         "facts",
