@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from confide.cli.output import print_json
+from confide.cli.output import print_json, spelled
 
 
 def agree(
@@ -55,7 +55,7 @@ def agree(
             "anchor": anchor,
             "max_length": max_length,
         },
-        spell=lambda key: "--" + key.rsplit(".", 1)[-1].replace("_", "-"),
+        spell=spelled,
     )
     public = PublicBase.of(base)
     made = agreement(settings, public.identity, public.folder, tasks)

@@ -33,3 +33,8 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
 def shown(text: str) -> str:
     """Text by others with what can't be printed made visible; lines stay lines."""
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def spelled(key: str) -> str:
+    """The option that sets a key of the settings: `--rank` for `trainable.rank`."""
+    return "--" + key.rsplit(".", 1)[-1].replace("_", "-")

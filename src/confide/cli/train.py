@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from confide.cli.keys import Key, signed, signing_key
-from confide.cli.output import print_json
+from confide.cli.output import print_json, spelled
 from confide.cli.plan import print_plan
 from confide.cli.progress import progress_bars
 
@@ -166,8 +166,8 @@ def train(
     if resume is not None:
         changed = sorted(name for name, value in options.items() if value != _OPTIONS[name])
         if changed or dry_run:
-            spelled = "--" + (changed or ["dry_run"])[0].replace("_", "-")
-            raise ConfigError(f"--resume takes every option from the run itself; leave out {spelled}")
+            extra = spelled((changed or ["dry_run"])[0])
+            raise ConfigError(f"--resume takes every option from the run itself; leave out {extra}")
         _go_on(resume, json=json)
         return
     if base is None or data is None or out is None or dataset is None:
@@ -222,19 +222,19 @@ def _read(options: Mapping[str, Any]) -> tuple[Settings, TaskData, PublicBase]:
     given = {name: options[name] for name in Settings.model_fields if name in options}
     given["delta"] = _number_or_rule(options["delta"])
     given["trainable"] = {"kind": options["trainable"], "blocks": options["blocks"], "rank": options["rank"]}
-    settings = Settings.of({key: value for key, value in given.items() if value is not None}, _spelled)
+    settings = Settings.of({key: value for key, value in given.items() if value is not None}, spelled)
     changed = {name for name, value in options.items() if value != _OPTIONS[name]}
     refuse_idle(
         settings,
         changed | {f"trainable.{name}" for name in changed & {"blocks", "rank"}},
-        _spelled,
+        spelled,
     )
     for name, needed, acts in (
         ("rows_per_unit", "--unit", options["unit"] is not None),
         ("test_size", "no --test-data", options["test_data"] is None),
     ):
         if name in changed and not acts:
-            raise ConfigError(f"{_spelled(name)} has no effect here: it needs {needed}")
+            raise ConfigError(f"{spelled(name)} has no effect here: it needs {needed}")
     if options["task"] is None:
         try:
             check_task_name(options["dataset"])
@@ -257,10 +257,6 @@ def _read(options: Mapping[str, Any]) -> tuple[Settings, TaskData, PublicBase]:
         metric=options["metric"],
     )
     return settings, records, PublicBase.of(options["base"])
-
-
-def _spelled(key: str) -> str:
-    return "--" + key.rsplit(".", 1)[-1].replace("_", "-")
 
 
 def _ledger(options: Mapping[str, Any]) -> Ledger | None:

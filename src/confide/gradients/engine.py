@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from confide.errors import ModelError
 from confide.gradients.clipping import clip_factors, role_factors
 from confide.gradients.contributions import Contribution, combine
-from confide.gradients.parts import Factors, Part, Rows, Sums, total
+from confide.gradients.parts import Factors, Part, Rows, Sums, rows_of, total
 from confide.gradients.plan import Site
 from confide.gradients.rules import obstacle
 from confide.gradients.watch import REENTRANT, Use, Watch
@@ -61,7 +61,7 @@ class Engine:
     def __enter__(self) -> Self:
         if self._active:
             raise ModelError("the engine is active already")
-        _refuse_mode(self._model)
+        refuse_mode(self._model)
         self._active = True
         self._watch.open()
         return self
@@ -99,14 +99,7 @@ class Engine:
         """
         if not self._active:
             raise ModelError("Engine.add needs the block `with engine:` around it and the forward pass")
-        unit = torch.as_tensor(unit_of_row, dtype=torch.int64, device=losses.device)
-        if losses.ndim != 1 or unit.shape != losses.shape:
-            raise ModelError(
-                f"need one loss and one unit per row; got losses of shape {tuple(losses.shape)} and units of "
-                f"shape {tuple(unit.shape)}"
-            )
-        if len(unit) and not 0 <= int(unit.min()) <= int(unit.max()) < units:
-            raise ModelError(f"units of rows must lie between 0 and {units - 1}")
+        rows = rows_of(losses, unit_of_row, units)
         try:
             if not len(losses):
                 return torch.zeros(units, dtype=torch.float64, device=losses.device)
@@ -115,7 +108,6 @@ class Engine:
             if self._watch.flattened not in self._independent and len(losses) > 1:
                 self._check_independence(losses)
                 self._independent.add(self._watch.flattened)
-            rows = Rows(unit, units)
             parts = self._parts(losses, rows)
             with torch.no_grad():
                 return self._clip(parts, rows, clipping)
@@ -251,7 +243,7 @@ def _refuse_parameters(model: nn.Module, parameters: dict[str, nn.Parameter]) ->
             )
 
 
-def _refuse_mode(model: nn.Module) -> None:
+def refuse_mode(model: nn.Module) -> None:
     if torch.get_float32_matmul_precision() != "highest":
         raise ModelError(
             "float32 matrix products have reduced precision, which voids the clipping bound; call "

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from confide.errors import ModelError
 from confide.gradients.clipping import clip_factors
-from confide.gradients.engine import _refuse_mode
+from confide.gradients.engine import refuse_mode
 from confide.gradients.expert_parts import expert_parts
 from confide.gradients.experts import OwnerExperts, Watch
-from confide.gradients.parts import Factors, Rows, Sums, total
+from confide.gradients.parts import Factors, Rows, Sums, rows_of, total
 from confide.privacy.streams import Clipping
 
 
@@ -52,7 +52,7 @@ class ExpertEngine:
     def __enter__(self) -> Self:
         if self._active:
             raise ModelError("the engine is active already")
-        _refuse_mode(self._model)
+        refuse_mode(self._model)
         self._frozen = [(parameter, parameter.requires_grad) for parameter in self._model.parameters()]
         for parameter, _ in self._frozen:
             parameter.requires_grad_(False)
@@ -121,14 +121,7 @@ class ExpertEngine:
         Raises:
             ModelError: the forward pass was not announced, or a row's loss depends on other rows.
         """
-        unit = torch.as_tensor(unit_of_row, dtype=torch.int64, device=losses.device)
-        if losses.ndim != 1 or unit.shape != losses.shape:
-            raise ModelError(
-                f"need one loss and one unit per row; got losses of shape {tuple(losses.shape)} and units of "
-                f"shape {tuple(unit.shape)}"
-            )
-        if len(unit) and not 0 <= int(unit.min()) <= int(unit.max()) < units:
-            raise ModelError(f"units of rows must lie between 0 and {units - 1}")
+        rows = rows_of(losses, unit_of_row, units)
         watch, self._experts.watch = self._experts.watch, None
         if not len(losses):
             return torch.zeros(units, dtype=torch.float64, device=losses.device)
@@ -138,7 +131,6 @@ class ExpertEngine:
             raise ModelError("the losses don't depend on the experts that are trained")
         if not self._independent and len(losses) > 1:
             self._check_independence(losses, watch)
-        rows = Rows(unit, units)
         weights = torch.ones_like(losses) if weights is None else weights.detach().to(losses.dtype)
         (gradient,) = torch.autograd.grad(losses, watch.output, weights)
         with torch.no_grad():

@@ -6,9 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from confide.errors import ModelError
 from confide.gradients.clipping import round_down
 from confide.gradients.gram import Gram
 
@@ -209,6 +212,23 @@ def _same(x: Tensor, y: Tensor) -> bool:
         and x.dtype == y.dtype
         and x._version == y._version
     )
+
+
+def rows_of(losses: Tensor, unit_of_row: npt.NDArray[np.int64] | Tensor, units: int) -> Rows:
+    """The rows of a micro-batch, once it is sure that each has one loss and one unit.
+
+    Raises:
+        ModelError: it hasn't, or a unit isn't below `units`.
+    """
+    unit = torch.as_tensor(unit_of_row, dtype=torch.int64, device=losses.device)
+    if losses.ndim != 1 or unit.shape != losses.shape:
+        raise ModelError(
+            f"need one loss and one unit per row; got losses of shape {tuple(losses.shape)} and units of "
+            f"shape {tuple(unit.shape)}"
+        )
+    if len(unit) and not 0 <= int(unit.min()) <= int(unit.max()) < units:
+        raise ModelError(f"units of rows must lie between 0 and {units - 1}")
+    return Rows(unit, units)
 
 
 def total(parts: Iterable[Part], rows: Rows) -> tuple[Tensor, Tensor]:

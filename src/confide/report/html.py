@@ -9,6 +9,7 @@ from typing import Any
 from confide.errors import ConfigError
 from confide.files import new_folder, write_json, write_text
 from confide.report import figures
+from confide.report.page import page
 from confide.report.scores import score_table
 from confide.report.study import Study
 from confide.report.tables import method_table, method_text, score_text
@@ -43,7 +44,6 @@ def report_html(study: Study) -> str:
     Raises:
         ConfigError: as in `write_report`.
     """
-    import jinja2
     import yaml
 
     lines, methods = score_table(study.rows), method_table(study.methods, study.rows)
@@ -52,13 +52,6 @@ def report_html(study: Study) -> str:
         figures.merged_scores(lines),
         figures.merge_gaps(methods),
         figures.drifts(methods),
-    )
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("confide.report", "."),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
     )
     values: dict[str, Any] = {
         "study": study,
@@ -72,4 +65,4 @@ def report_html(study: Study) -> str:
         },
         "seeds": sorted({row.seed for row in study.rows}),
     }
-    return environment.get_template("report.html.j2").render(values)
+    return page("report.html.j2", **values)

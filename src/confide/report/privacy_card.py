@@ -15,10 +15,10 @@ from confide.privacy.statement import Claim, Spending, Statement, common_adjacen
 from confide.privacy.streams import Stream
 from confide.privacy.words import round_down, round_up
 from confide.release.verify import UNSIGNED, Check
+from confide.report.page import page
 
 _FALSE_ALARMS = (0.001, 0.01, 0.1)
 _GROUPS = (1, 2, 5)
-_STREAMS = ("data set", "stream or query", "rate q", "noise σ", "clip C", "planned", "run", "queries")
 
 
 @dataclass(frozen=True)
@@ -101,16 +101,7 @@ def card(statement: Statement, checks: Sequence[Check], tasks: Sequence[str]) ->
 
 def html(card: Card) -> str:
     """The card as one page that asks nothing of the network and prints on A4; everything is escaped."""
-    import jinja2
-
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("confide.report", "."),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("privacy_card.html.j2").render(card=card)
+    return page("privacy_card.html.j2", card=card)
 
 
 def _attacker(claim: Claim, statement: Statement) -> Section:
