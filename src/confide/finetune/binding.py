@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from confide.finetune.experts import BoundExperts
 from confide.models.adapters import Adapted, lora_factors, lora_scale
 from confide.privacy.units import UnitMap
 
@@ -29,6 +30,7 @@ class Binding:
         labels: (rows,) class numbers. Private.
         units: which rows belong to which unit.
         anchor_gradient: names → gradient of ‖w − w₀‖² at the current weights, by name.
+        experts: those among the parameters, with the records' owners; None for a dense model.
     """
 
     module: nn.Module
@@ -39,6 +41,7 @@ class Binding:
     labels: Tensor
     units: UnitMap
     anchor_gradient: Callable[[tuple[str, ...]], dict[str, Tensor]]
+    experts: BoundExperts | None = None
 
 
 class Anchor:

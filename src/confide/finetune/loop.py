@@ -16,9 +16,12 @@ from torch.nn import functional
 
 from confide.errors import ModelError, PrivacyError
 from confide.finetune.binding import Binding
+from confide.finetune.experts import UNCLIPPED, announce, engine_of
 from confide.gradients.engine import Engine
+from confide.gradients.expert_engine import ExpertEngine
 from confide.gradients.keys import Keys
 from confide.gradients.noise import add_noise
+from confide.gradients.residual import residual_weights
 from confide.gradients.sampling import poisson_draw
 from confide.privacy.streams import Schedule, Stream
 
@@ -147,7 +150,7 @@ class _StreamRunner:
         self.stream = stream
         self.keys = keys
         self.parameters = {name: binding.parameters[name] for name in stream.parameters}
-        self.engine = None if stream.clipping.rule == "none" else Engine(binding.module, self.parameters)
+        self.engine = engine_of(binding.module, binding.experts, stream, self.parameters)
         self.gradient: dict[str, Tensor] = {}
         self.optimizer = _optimizer(stream, self.parameters)
 
@@ -245,17 +248,23 @@ class _StreamRunner:
         return sums
 
     def _clipped_sums(
-        self, engine: Engine, rows: Units, position: Units, parts: list[Units], record: StepRecord | None
+        self,
+        engine: Engine | ExpertEngine,
+        rows: Units,
+        position: Units,
+        parts: list[Units],
+        record: StepRecord | None,
     ) -> dict[str, Tensor]:
+        clipping = UNCLIPPED if self.stream.clipping.rule == "none" else self.stream.clipping
         with engine:
             for part in parts:
                 local = np.unique(position[part], return_inverse=True)[1]
                 units = int(local.max()) + 1
                 losses = self._losses(rows[part])
-                norms = engine.add(losses, torch.from_numpy(local), units, self.stream.clipping)
+                norms = engine.add(losses, torch.from_numpy(local), units, clipping)
                 if record is not None:
                     record.loss += float(losses.detach().nansum()) / len(rows)
-                    clipped = int((norms > self.stream.clipping.bound).sum())
+                    clipped = int((norms > clipping.bound).sum())
                     record.clipped += clipped / (int(position[-1]) + 1)
             return engine.take()
 
@@ -275,8 +284,13 @@ class _StreamRunner:
         return sums
 
     def _losses(self, rows: Units) -> Tensor:
-        logits = self.binding.forward(self.binding.batch(rows))
-        return functional.cross_entropy(logits, self.binding.labels[torch.from_numpy(rows)], reduction="none")
+        batch = self.binding.batch(rows)
+        announce(self.engine, self.binding.experts, self.stream, rows, batch)
+        logits, labels = self.binding.forward(batch), self.binding.labels[torch.from_numpy(rows)]
+        losses = functional.cross_entropy(logits, labels, reduction="none")
+        if self.stream.record_weight == "residual":
+            losses = losses * residual_weights(logits, labels, self.stream.record_power).to(losses.dtype)
+        return losses
 
 
 @contextmanager

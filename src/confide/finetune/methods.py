@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from confide.errors import ConfigError
+from confide.finetune import raptor
 from confide.finetune.settings import Settings
 from confide.models.adapters import Adapted
-from confide.privacy.streams import Clipping, ParameterGroup, Schedule, Stream
+from confide.privacy.calibration import calibrate
+from confide.privacy.streams import Budget, Clipping, ParameterGroup, Schedule, Stream
 
 DEFAULT_ANCHOR = 0.001
 DEFAULT_BATCH = 1024
 
 
 def schedule(settings: Settings, adapted: Adapted, units: int, unit: str = "record") -> Schedule:
-    """One stream over everything that is trained, with noise multiplier 1 (0 for `non-private`).
+    """The streams, with noise multiplier 1 (0 for `non-private`); but for `raptor`, one over all that is trained.
 
-    `privacy.calibration.calibrate` scales the noise to the budget.
+    `with_budget` scales the noise.
 
     Args:
         units: n, public.
@@ -29,7 +31,9 @@ def schedule(settings: Settings, adapted: Adapted, units: int, unit: str = "reco
             f"expected_batch is {batch}, but there are only {units} {unit}s to draw from; "
             f"choose at most {units}"
         )
-    private = settings.method != "non-private"
+    if settings.method == "raptor":
+        return raptor.schedule(settings, adapted, units, batch, unit)
+    private = settings.private
     # A head alone has nothing to merge, so it doesn't pay for an ascent.
     merging = settings.method == "dp-merging" and bool(adapted.encoder)
     ascent = settings.ascent or ("paired" if merging else "none")
@@ -60,3 +64,10 @@ def schedule(settings: Settings, adapted: Adapted, units: int, unit: str = "reco
         weight_decay=settings.weight_decay,
     )
     return Schedule((stream,), unit=unit)
+
+
+def with_budget(planned: Schedule, settings: Settings, budget: Budget) -> Schedule:
+    """The schedule with noise that spends the budget."""
+    if settings.method == "raptor":
+        return raptor.with_budget(planned, settings, budget)
+    return calibrate(planned, budget)

@@ -46,6 +46,10 @@ class Prepared:
         for encoded in self._encoded.values():
             yield from (encoded.tokens.tobytes(), encoded.offsets.tobytes(), str(encoded.pad).encode())
 
+    def encoded(self, split: Split) -> Encoded:
+        """Token ids of a split."""
+        return self._encoded[split]
+
     def inputs(
         self, classifier: Classifier, first_block: int, split: Split, progress: Progress = silent
     ) -> Source:

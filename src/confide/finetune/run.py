@@ -5,18 +5,23 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor, nn
+
 from confide import files
-from confide.errors import ConfigError, ModelError, ReleaseError
+from confide.errors import ConfigError, ModelError, ReleaseError, ResumeError
 from confide.finetune import methods
 from confide.finetune.binding import Anchor, Binding
 from confide.finetune.charge import charged
 from confide.finetune.checkpoint import Begun, Unfinished
+from confide.finetune.experts import attach_experts, bind_experts, owners_of
 from confide.finetune.fingerprint import fingerprint
 from confide.finetune.loop import History, train
 from confide.finetune.prepare import (
@@ -33,8 +38,10 @@ from confide.finetune.settings import Settings
 from confide.gradients.keys import Keys
 from confide.models.adapters import Adapted, adapt, plain_state
 from confide.models.backbones import Classifier, load_classifier, resolve
+from confide.models.moe.selfcheck import self_check
+from confide.models.tail import Source
 from confide.privacy import statement as statements
-from confide.privacy.calibration import calibrate, resolve_delta
+from confide.privacy.calibration import resolve_delta
 from confide.privacy.composition import new_run, training_spending, training_statement
 from confide.privacy.statement import Base, Statement
 from confide.privacy.streams import Budget, Schedule
@@ -86,6 +93,7 @@ class FineTuned:
         history: private.
         statement: the claim; the hashes of the weights are filled in when it is released.
         unfinished: the run's keys and checkpoints on disk, private; None if there are none.
+        owner: (rows,) which expert owns each training record; None where none is asked for. Private.
     """
 
     prepared: Prepared
@@ -95,6 +103,7 @@ class FineTuned:
     history: History
     statement: Statement
     unfinished: Unfinished | None = None
+    owner: npt.NDArray[np.int64] | None = None
 
     def score(self) -> float:
         """Score on the test records. Not noised: for reports, never for a release."""
@@ -121,9 +130,14 @@ class FineTuned:
         return statement
 
     def keep_private(self, folder: Path) -> None:
-        """Write losses and clipped shares of every step, for whoever ran it and nobody else."""
+        """Write losses and clipped shares of every step, and owners, for whoever ran it and nobody else."""
         lines = [json.dumps(_finite(dataclasses.asdict(step))) for step in self.history.steps]
         files.write_text(folder / "steps.jsonl", "\n".join(lines) + "\n", private=True)
+        if self.owner is not None:
+            (layer,) = self.adapted.experts
+            files.write_json(
+                folder / "owners.json", {"layer": layer.name, "owner": self.owner.tolist()}, private=True
+            )
         folder.chmod(0o700)
 
     def info(self) -> ReleaseInfo:
@@ -180,14 +194,15 @@ def plan(
     Nothing is drawn and no record is looked at; only n is, where it isn't declared.
     """
     check_task_name(task.name)
-    adapted = adapt(classifier, settings.trainable, settings.seed)
+    layers = attach_experts(classifier, settings, task) if settings.method == "raptor" else ()
+    adapted = adapt(classifier, settings.trainable, settings.seed, layers)
     units = task.train.units
     count = public_units(task, settings)
     schedule = methods.schedule(settings, adapted, count, units.name)
     if not schedule.private or settings.epsilon is None:
         return adapted, schedule, None
     delta = resolve_delta(settings.delta, count)
-    return adapted, calibrate(schedule, Budget(settings.epsilon, delta)), delta
+    return adapted, methods.with_budget(schedule, settings, Budget(settings.epsilon, delta)), delta
 
 
 def finetune(
@@ -264,9 +279,10 @@ def finetune(
         trained = {name: named[name] for name in schedule.parameters}
         if schedule.private:
             check_rows_are_independent(classifier, forward, inputs)
-            check_gradients(classifier, module, forward, trained, inputs)
+            _check_gradients(classifier, adapted, module, forward, trained, inputs)
             for stream in schedule.streams:
                 check_noise(stream.noise_multiplier * stream.clipping.bound)
+        owner = _owners(prepared, adapted, schedule, settings, unfinished)
         binding = Binding(
             module=module,
             forward=forward,
@@ -276,6 +292,7 @@ def finetune(
             labels=labels_of(task),
             units=units,
             anchor_gradient=Anchor(adapted).gradient,
+            experts=bind_experts(adapted.experts, owner),
         )
         history = train(
             binding,
@@ -299,7 +316,52 @@ def finetune(
         simulated=keys.simulated,
         ledger=entry,
     )
-    return FineTuned(prepared, adapted, settings, schedule, history, statement, unfinished)
+    return FineTuned(prepared, adapted, settings, schedule, history, statement, unfinished, owner)
+
+
+def _owners(
+    prepared: Prepared,
+    adapted: Adapted,
+    schedule: Schedule,
+    settings: Settings,
+    unfinished: Unfinished | None,
+) -> npt.NDArray[np.int64] | None:
+    """The records' owners, if a stream asks for them: computed once, before the first query, and kept."""
+    if all(stream.ownership == "all" for stream in schedule.streams):
+        return None
+    (layer,) = adapted.experts
+    held = unfinished.owners(layer.name) if unfinished else None
+    if held is None:
+        held = owners_of(adapted.classifier, layer, prepared.encoded("train"), settings.experts)
+        if unfinished:
+            unfinished.note_owners(layer.name, held)
+    if len(held) != len(prepared.task.train):
+        raise ResumeError("the owners that the run began with are not those of these records")
+    return held
+
+
+def _check_gradients(
+    classifier: Classifier,
+    adapted: Adapted,
+    module: nn.Module,
+    forward: Callable[[dict[str, Tensor]], Tensor],
+    trained: Mapping[str, nn.Parameter],
+    inputs: Source,
+) -> None:
+    """Dense parameters and experts, each against autograd on made-up rows."""
+    apart = set(adapted.expert_parameters)
+    dense = {name: parameter for name, parameter in trained.items() if name not in apart}
+    if dense:
+        check_gradients(classifier, module, forward, dense, inputs)
+    config: Any = classifier.model.config
+    for layer in adapted.experts:
+        self_check(
+            module,
+            forward,
+            layer,
+            vocabulary=int(config.vocab_size),
+            pad=int(classifier.tokenizer.pad_token_id),
+        )
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:

@@ -9,10 +9,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from confide.errors import ConfigError
+from confide.finetune.expert_settings import ATTENTION, ExpertSettings
 from confide.models.adapters import Trainable
 from confide.privacy.events import NOT_POISSON
 
-Method = Literal["non-private", "dp-adamw", "dp-merging"]
+Method = Literal["non-private", "dp-adamw", "dp-merging", "raptor"]
 AscentChoice = Literal["none", "paired", "fresh", "lagged"]
 
 
@@ -21,7 +22,8 @@ class Settings(BaseModel):
 
     Attributes:
         method: `non-private`; `dp-adamw` (one noisy clipped gradient a step); `dp-merging` (a paired ascent
-            and an anchor to the base, so that the release merges well).
+            and an anchor to the base, so that the release merges well); `raptor` (a mixture of experts in two
+            streams: what all records share, and one layer's experts, each trained by the records it owns).
         epsilon: ε of the release; unused by `non-private`.
         delta: δ, or a rule for it: `auto` is min(1e-6, 1/(10n)).
         declared_units: n as a public constant: sampling rate, δ and the default batch follow from it, so that
@@ -30,7 +32,8 @@ class Settings(BaseModel):
         expected_batch: B, the mean size of a Poisson draw and the denominator; q = B/n. None takes 1024, or
             n/4 where that is less.
         steps: number of noisy steps; all are charged.
-        trainable: what is trained beside the head.
+        trainable: what is trained beside the head. `raptor` takes LoRA on the attention of all blocks unless
+            `blocks` or `targets` are given.
         learning_rate: of encoder parameters (or adapters) at the first step.
         head_learning_rate: of the head.
         decay: of both rates.
@@ -46,6 +49,7 @@ class Settings(BaseModel):
         weight_decay: decoupled; only without an anchor.
         max_length: tokens of a text; longer ones are cut.
         seed: fixes initial weights; public. Noise and sampling never depend on it.
+        experts: of `raptor`.
     """
 
     method: Method = "dp-merging"
@@ -69,6 +73,7 @@ class Settings(BaseModel):
     weight_decay: float = Field(default=0.0, ge=0)
     max_length: int = Field(default=64, gt=2)
     seed: int = Field(default=0, ge=0)
+    experts: ExpertSettings = ExpertSettings()
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -87,8 +92,9 @@ class Settings(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             path = [str(part) for part in first["loc"]]
-            if path[:1] == ["trainable"]:
-                known, path = list(Trainable.model_fields), path[:2]
+            nested = {"trainable": Trainable, "experts": ExpertSettings}.get(path[0]) if path else None
+            if nested is not None:
+                known, path = list(nested.model_fields), path[:2]
             else:
                 known, path = list(cls.model_fields), path[:1]  # what follows names an alternative type
             key = ".".join(path)
@@ -101,8 +107,28 @@ class Settings(BaseModel):
             where = f"{spell(key)}: " if key else ""
             raise ConfigError(f"{where}{first['msg']}, not {first['input']}") from None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _raptor_adapts_all_attention(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and given.get("method") == "raptor":
+            trainable = given.get("trainable", {})
+            if isinstance(trainable, Mapping) and trainable.get("kind", "lora") == "lora":
+                return {**given, "trainable": {"blocks": 0, "targets": ATTENTION, **trainable}}
+        return given
+
+    @property
+    def private(self) -> bool:
+        """Whether noise is added, so that something is claimed."""
+        return self.method != "non-private" and (
+            self.method != "raptor" or self.experts.variant != "non-private"
+        )
+
     @model_validator(mode="after")
     def _budget_fits_method(self) -> Settings:
-        if self.method != "non-private" and self.epsilon is None:
+        if self.private and self.epsilon is None:
             raise ValueError(f"method {self.method} needs an epsilon")
+        if self.method == "raptor" and (self.ascent not in (None, "none") or self.anchor):
+            raise ValueError("raptor has no ascent and no anchor; leave them out")
+        if self.method != "raptor" and self.experts != ExpertSettings():
+            raise ValueError(f"settings of experts belong to method raptor, and not to {self.method}")
         return self
