@@ -461,3 +461,26 @@ def test_only_trained_weights_depend_on_the_records(
         content = path.read_bytes()
         assert not any(text.encode() in content for text in texts)
         assert str(tmp_path).encode() not in content
+
+
+def test_raptor(
+    confide: Confide, train: Train, sparse_base: Path, reviews: Path, sentences: Any, tmp_path: Path
+) -> None:
+    corpus = tmp_path / "public.txt"
+    corpus.write_text("\n".join(text for text, _ in sentences(40, 9)), encoding="utf-8")
+    options = ("--method", "raptor", "--base", sparse_base, "--public", corpus, "--expert-steps", 3)
+    plan = train(reviews, *options, "--dry-run", "--json").json()
+    assert [(stream["name"], stream["steps"]) for stream in plan["streams"]] == [
+        ("shared", 2),
+        ("experts", 3),
+    ]
+    found = train(reviews, *options, "--json").json()
+    assert found["method"] == "raptor"
+    assert 3.99 < found["epsilon"] <= 4
+    assert listing(tmp_path / "run" / "private") >= {"owners.json", "steps.jsonl"}
+    assert confide("verify", tmp_path / "run" / "release").code == 0
+    bare = ("--method", "raptor", "--base", sparse_base)
+    assert "--public" in train(reviews, *bare, out="other").message()
+    bad = train(reviews, *bare, "--expert-clipping-bound", -1, out="other").message()
+    assert "--expert-clipping-bound: " in bad
+    assert "--layer belongs to --method raptor" in train(reviews, "--layer", "last", out="other").message()

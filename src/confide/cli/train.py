@@ -51,12 +51,15 @@ def train(
     epsilon: Annotated[float, typer.Option(help="ε of the release.")] = 4.0,
     delta: Annotated[str, typer.Option(help="A number, or auto (min(1e-6, 1/(10n))), 1/n, n^-1.1.")] = "auto",
     method: Annotated[
-        Literal["dp-merging", "dp-adamw", "non-private"], typer.Option(help="How to train.")
+        Literal["dp-merging", "dp-adamw", "raptor", "non-private"], typer.Option(help="How to train.")
     ] = "dp-merging",
     trainable: Annotated[
         Literal["lora", "blocks", "all", "head"], typer.Option(help="What is trained beside the head.")
     ] = "lora",
-    blocks: Annotated[int, typer.Option(help="Top blocks for lora and blocks; 0 for all.")] = 1,
+    blocks: Annotated[
+        int | None,
+        typer.Option(help="Top blocks for lora and blocks; 0 for all. 1 if left out; for raptor, all."),
+    ] = None,
     rank: Annotated[int, typer.Option(help="LoRA rank.")] = 8,
     declared_units: Annotated[
         int | None, typer.Option(help="n as a public constant; counted if left out, and then assumed public.")
@@ -72,6 +75,40 @@ def train(
     ] = None,
     ascent_radius: Annotated[float | None, typer.Option(help="ρ.")] = None,
     anchor: Annotated[float | None, typer.Option(help="λ of the pull to the base.")] = None,
+    variant: Annotated[
+        Literal[
+            "raptor",
+            "one-draw",
+            "one-clip",
+            "one-stream",
+            "shared-only",
+            "experts-only",
+            "monolithic",
+            "non-private",
+        ],
+        typer.Option(help="Of raptor: the method itself, or what it is compared with."),
+    ] = "raptor",
+    layer: Annotated[
+        str,
+        typer.Option(help="Layer whose experts are trained: entropy, first, last, or a block's number."),
+    ] = "entropy",
+    public: Annotated[
+        Path | None, typer.Option(help="Public texts, one a line, by which layer entropy is chosen.")
+    ] = None,
+    shared_share: Annotated[float, typer.Option(help="The shared stream's share of the budget.")] = 0.9,
+    expert_steps: Annotated[
+        int | None, typer.Option(help="Steps of the stream of experts; as many as --steps if left out.")
+    ] = None,
+    expert_learning_rate: Annotated[
+        float | None, typer.Option(help="Of the experts; the encoder's if left out.")
+    ] = None,
+    expert_clipping: Annotated[
+        Literal["flat", "normalised"], typer.Option(help="Clipping rule of the stream of experts.")
+    ] = "flat",
+    expert_clipping_bound: Annotated[float, typer.Option(help="C of the stream of experts.")] = 1.0,
+    record_weight: Annotated[
+        Literal["residual", "none"], typer.Option(help="How the stream of experts weighs records.")
+    ] = "residual",
     unit: Annotated[
         str | None, typer.Option(help="Column that says whose row it is; the claim is then per unit.")
     ] = None,
@@ -117,14 +154,14 @@ def train(
         raise ConfigError(f"Missing option --{needed[0]}")
     if out.exists():
         raise ConfigError(f"{out} exists already; choose another --out or remove it first")
-    settings, records, public = _read(options)
+    settings, records, model = _read(options)
     if dry_run:
         from confide.finetune.plan import measure, trained_parameters
         from confide.finetune.run import plan, public_units
         from confide.models.backbones import load_classifier
         from confide.privacy.plan import plan as foresee
 
-        classifier = load_classifier(public.folder, records.labels, settings.seed)
+        classifier = load_classifier(model.folder, records.labels, settings.seed)
         adapted, schedule, planned = plan(records, classifier, settings)
         count = public_units(records, settings)
         foreseen = foresee(schedule, count, planned, trained_parameters(adapted, schedule))
@@ -139,7 +176,7 @@ def train(
     # The folder comes before the charge: one that can't be written must not cost a budget.
     folder = RunFolder(out)
     with closing(folder.begin(_stored(options), checkpoint_every)) as unfinished:
-        _train(folder, unfinished, options, settings, records, public, book, signs, json=json)
+        _train(folder, unfinished, options, settings, records, model, book, signs, json=json)
 
 
 _OPTIONS: dict[str, Any] = {
@@ -149,19 +186,42 @@ _OPTIONS: dict[str, Any] = {
 }
 """What defines a run, with the defaults."""
 
+_EXPERTS = {
+    "variant": "variant",
+    "layer": "layer",
+    "public": "public",
+    "shared_share": "shared_share",
+    "expert_steps": "steps",
+    "expert_learning_rate": "learning_rate",
+    "expert_clipping": "clipping",
+    "expert_clipping_bound": "clipping_bound",
+    "record_weight": "record_weight",
+}
+"""Option → key of the settings of experts."""
+
 
 def _read(options: Mapping[str, Any]) -> tuple[Settings, TaskData, PublicBase]:
     """Settings, records and base, from the files that the options name."""
+    from confide.errors import ConfigError
     from confide.finetune.run import PublicBase
     from confide.finetune.settings import Settings
     from confide.tasks.files import read_task
 
     given = {name: options[name] for name in Settings.model_fields if name in options}
     given["delta"] = _number_or_rule(options["delta"])
-    given["trainable"] = {"kind": options["trainable"], "blocks": options["blocks"], "rank": options["rank"]}
+    given["trainable"] = {"kind": options["trainable"], "rank": options["rank"]}
+    if options["blocks"] is not None:
+        given["trainable"]["blocks"] = options["blocks"]
+    experts = {key: options[option] for option, key in _EXPERTS.items() if options[option] is not None}
+    if "public" in experts:
+        experts["public"] = str(Path(experts["public"]).absolute())  # the same when the run goes on
+    if options["method"] == "raptor":
+        given["experts"] = {**experts, "rank": options["rank"]}
+    elif changed := [option for option in _EXPERTS if options[option] != _OPTIONS[option]]:
+        raise ConfigError(f"--{changed[0].replace('_', '-')} belongs to --method raptor")
     settings = Settings.of(
         {key: value for key, value in given.items() if value is not None},
-        spell=lambda key: "--" + key.rsplit(".", 1)[-1].replace("_", "-"),
+        spell=_spell,
     )
     labels = options["labels"]
     records = read_task(
@@ -180,10 +240,18 @@ def _read(options: Mapping[str, Any]) -> tuple[Settings, TaskData, PublicBase]:
     return settings, records, PublicBase.of(options["base"])
 
 
+def _spell(key: str) -> str:
+    """The option that sets a key of the settings."""
+    section, _, last = key.rpartition(".")
+    own = {key: option for option, key in _EXPERTS.items()}
+    return "--" + (own.get(last, last) if section == "experts" else last).replace("_", "-")
+
+
 def _ledger(options: Mapping[str, Any]) -> Ledger | None:
     from confide.cli.ledger import ledger_for_training
 
-    claims = options["method"] != "non-private" and options["simulate"] is None
+    noisy = "non-private" not in (options["method"], options["variant"])
+    claims = noisy and options["simulate"] is None
     return ledger_for_training(options["ledger"]) if claims else None
 
 
@@ -217,8 +285,8 @@ def _go_on(path: Path, *, json: bool) -> None:
         options = folder.options()
         unfinished.every = options["checkpoint_every"]
         signs = signing_key(options["key"])
-        settings, records, public = _read(options)
-        _train(folder, unfinished, options, settings, records, public, _ledger(options), signs, json=json)
+        settings, records, model = _read(options)
+        _train(folder, unfinished, options, settings, records, model, _ledger(options), signs, json=json)
 
 
 def _train(

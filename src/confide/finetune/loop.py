@@ -30,7 +30,7 @@ Units = npt.NDArray[np.int64]
 
 @dataclass
 class StepRecord:
-    """What one step of one stream looked like. Private: un-noised."""
+    """What one step of one stream looked like, record weights included. Private: un-noised."""
 
     stream: str
     step: int

@@ -14,9 +14,9 @@ DEFAULT_BATCH = 1024
 
 
 def schedule(settings: Settings, adapted: Adapted, units: int, unit: str = "record") -> Schedule:
-    """The streams, with noise multiplier 1 (0 for `non-private`); but for `raptor`, one over all that is trained.
+    """One stream over everything that is trained, or those of `raptor`.
 
-    `with_budget` scales the noise.
+    Noise multipliers are 1, or 0 without privacy; `with_budget` scales them.
 
     Args:
         units: n, public.

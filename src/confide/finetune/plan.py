@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from confide.finetune import methods
 from confide.finetune.binding import Anchor, Binding
+from confide.finetune.experts import bind_experts
 from confide.finetune.loop import train
 from confide.finetune.prepare import caches, forward_of, micro_batches
 from confide.finetune.run import STEP_TOKENS
@@ -86,6 +88,7 @@ def measure(
         labels=torch.zeros(many, dtype=torch.int64),
         units=UnitMap.records(many),
         anchor_gradient=Anchor(adapted).gradient,
+        experts=bind_experts(adapted.experts, _made_up_owners(adapted, many)),
     )
     few_seconds, many_seconds = (_step(binding, schedule, count) for count in (_FEW_ROWS, many))
     per_row = max(0.0, many_seconds - few_seconds) / (many - _FEW_ROWS)
@@ -152,6 +155,10 @@ def _step(binding: Binding, schedule: Schedule, rows: int) -> float:
         lambda done, total: ends.append(time.perf_counter()),
     )
     return ends[1] - ends[0]
+
+
+def _made_up_owners(adapted: Adapted, rows: int) -> npt.NDArray[np.int64] | None:
+    return np.arange(rows, dtype=np.int64) % adapted.experts[0].experts if adapted.experts else None
 
 
 def _made_up(vocabulary: int, rows: int, length: int) -> Encoded:

@@ -48,8 +48,8 @@ def schedule(settings: Settings, adapted: Adapted, units: int, batch: int, unit:
         denominator = batch / count
         if denominator < 1:
             raise ConfigError(
-                f"the layer has {count} experts, but only {batch} {unit}s are expected in a draw: less than one "
-                f"for each expert. Raise expected_batch to {count} or more"
+                f"the layer has {count} experts, but only {batch} {unit}s are expected in a draw: less than "
+                f"one for each expert. Raise expected_batch to {count} or more"
             )
     else:
         denominator = float(batch)

@@ -92,7 +92,8 @@ class Settings(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             path = [str(part) for part in first["loc"]]
-            nested = {"trainable": Trainable, "experts": ExpertSettings}.get(path[0]) if path else None
+            parts: dict[str, type[BaseModel]] = {"trainable": Trainable, "experts": ExpertSettings}
+            nested = parts.get(path[0]) if path else None
             if nested is not None:
                 known, path = list(nested.model_fields), path[:2]
             else:

@@ -79,9 +79,9 @@ class JointEngine(Engine):
         finally:
             self._disarm()
 
-    def _arm(self, *_: object) -> None:
+    def _arm(self, *call: object) -> None:
         if self.sites and self._pending:
-            for (layer, _), watch in zip(self._layers, self._pending, strict=True):
+            for (layer, _names), watch in zip(self._layers, self._pending, strict=True):
                 layer.watch = watch
             self._pending = []
 
@@ -102,7 +102,7 @@ class JointEngine(Engine):
 
     def _parts(self, losses: Tensor, rows: Rows) -> list[Part]:
         watches = [layer.watch for layer, _ in self._layers]
-        for (layer, _), watch in zip(self._layers, watches, strict=True):
+        for (layer, _names), watch in zip(self._layers, watches, strict=True):
             layer.watch = None
             if watch is None or watch.rows != len(losses):
                 raise ModelError(f"JointEngine.expect({len(losses)}, …) must come before the forward pass")

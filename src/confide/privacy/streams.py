@@ -128,9 +128,9 @@ class Stream:
         weight_decay: decoupled decay towards 0; must be 0 beside an anchor, which pulls to w₀.
         sampling: how units join a draw; only `poisson` has a claim.
         record_weight: by what a record's loss is multiplied before its gradient is clipped. `none`: 1.
-            `residual`: (1 − p)^`record_power`, where p is the model's probability of the record's own class at
-            the weights where the gradient is taken (RAPTOR, arXiv 2609.05770). A constant of that record alone,
-            so that it changes nothing about the bound; private.
+            `residual`: (1 − p)^`record_power`, where p is the model's probability of the record's own class
+            at the weights where the gradient is taken (RAPTOR, arXiv 2609.05770). A constant of that record
+            alone, so that it changes nothing about the bound; private.
         record_power: γ of `residual`.
         ownership: which experts' parameters a record reaches: `all`, or `owner`, one expert's. The vector of
             all experts together is what is clipped, so that the owner never shows in the price.
@@ -193,8 +193,8 @@ class Stream:
             raise PrivacyError(f"{where}: ownership `owner` needs the number of experts, not {self.experts}")
         if self.ownership == "owner" and self.denominator < 1:
             raise PrivacyError(
-                f"{where}: {self.experts} experts share a draw so small that less than one unit is expected for "
-                f"each (the denominator is {self.denominator:g}); raise the batch"
+                f"{where}: {self.experts} experts share a draw so small that less than one unit is expected "
+                f"for each (the denominator is {self.denominator:g}); raise the batch"
             )
 
     @property
