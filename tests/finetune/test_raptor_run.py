@@ -18,7 +18,7 @@ from confide.finetune.checkpoint import Unfinished
 from confide.finetune.loop import State
 from confide.finetune.run import FineTuned, PublicBase, finetune, prepare
 from confide.finetune.settings import Settings
-from confide.models.backbones import load_trained
+from confide.models.backbones import load_classifier, load_trained
 from confide.models.moe.layers import sparse_layers
 from confide.privacy.accountant import epsilon
 from confide.privacy.composition import check
@@ -60,11 +60,12 @@ def tune(base: PublicBase, task: TaskData, settings: Settings, **options: Any) -
     return finetune(prepare(task, base, settings.max_length), base, settings, **options)
 
 
+@pytest.mark.parametrize("train", ["lora", "weights"])
 def test_from_records_to_a_release(
-    base: PublicBase, make_task: Callable[..., TaskData], corpus: Path, tmp_path: Path
+    base: PublicBase, make_task: Callable[..., TaskData], corpus: Path, tmp_path: Path, train: str
 ) -> None:
     task = make_task()
-    tuned = tune(base, task, settings_of(corpus, train="weights", learning_rate=0.05))
+    tuned = tune(base, task, settings_of(corpus, train=train, learning_rate=0.05))
     statement = tuned.statement
     check(statement)
     assert statement.claim is not None
@@ -82,14 +83,17 @@ def test_from_records_to_a_release(
     found = logits(lambda batch: loaded.model(**batch).logits, encoded)
     trained = logits(lambda batch: tuned.adapted.classifier.model(**batch).logits, encoded)
     assert np.abs(found - trained).max() < 1e-4
-    state, plain = loaded.model.state_dict(), tuned.adapted.experts[0].base
-    assert not any("lora" in name for name in state)
-    (layer,) = [x for x in sparse_layers(loaded.model) if x.name == tuned.adapted.experts[0].name]
-    assert not torch.equal(layer.base.up_proj, plain.up_proj) or tuned.adapted.experts[0].kind == "fused"
+    assert not any("lora" in name for name in loaded.model.state_dict())
+    before = load_classifier(base.folder, task.labels, seed=0).model
+    assert [x.name for x in sparse_layers(before)] == [x.name for x in sparse_layers(loaded.model)]
+    for old, layer in zip(sparse_layers(before), sparse_layers(loaded.model), strict=True):
+        moved = [not torch.equal(x, y) for x, y in zip(old.base.up_proj, layer.base.up_proj, strict=True)]
+        assert moved == [layer.name == tuned.adapted.experts[0].name] * 4
+        assert torch.equal(old.router.weight, layer.router.weight)
 
     tuned.keep_private(tmp_path / "private")
     kept = json.loads((tmp_path / "private" / "owners.json").read_text(encoding="utf-8"))
-    assert kept["layer"] == layer.name
+    assert kept["layer"] == tuned.adapted.experts[0].name
     assert len(kept["owner"]) == len(task.train)
     assert set(kept["owner"]) <= set(range(4))
     assert (tmp_path / "private" / "owners.json").stat().st_mode & 0o077 == 0
