@@ -44,7 +44,7 @@ LABELS = torch.from_numpy(np.random.default_rng(3).integers(0, 2, ROWS))
 KEYS = Keys.fixed(5)
 
 
-def settings_of(**experts: Any) -> Settings:
+def settings_of(trainable: dict[str, Any] | None = None, **experts: Any) -> Settings:
     return Settings.of(
         {
             "method": "raptor",
@@ -53,7 +53,7 @@ def settings_of(**experts: Any) -> Settings:
             "steps": 3,
             "max_length": 20,
             "clipping_bound": 0.6,
-            "trainable": {"rank": 2},
+            "trainable": trainable or {"rank": 2},
             "experts": {"layer": "2", "rank": 2, "clipping_bound": 0.05, "learning_rate": 0.02, **experts},
         }
     )
@@ -132,6 +132,7 @@ CASES: dict[str, dict[str, Any]] = {
     "shared-only": {"variant": "shared-only"},
     "experts-only": {"variant": "experts-only"},
     "monolithic": {"variant": "monolithic"},
+    "monolithic, everything": {"variant": "monolithic", "train": "weights", "trainable": {"kind": "all"}},
     "non-private": {"variant": "non-private"},
 }
 
