@@ -74,8 +74,22 @@ def _layer(
     classifier: Classifier, settings: Settings, task: TaskData, layers: list[SparseLayer]
 ) -> SparseLayer:
     own = settings.experts
-    if own.layer != "entropy":
+    texts = public_texts(own, task)
+    if not texts:
         return select(layers, own.layer)
+    found = public_routing(classifier.model, classifier.tokenizer, texts, settings.max_length, own.vote)
+    return select(layers, own.layer, found)
+
+
+def public_texts(own: ExpertSettings, task: TaskData) -> tuple[str, ...]:
+    """The public texts by which the layer is chosen; none where it isn't chosen by entropy.
+
+    Raises:
+        ConfigError: no public corpus is named.
+        DataError: the corpus can't be read, or shares a text with the task's records.
+    """
+    if own.layer != "entropy" or own.variant in ("monolithic", "shared-only"):
+        return ()
     if own.public is None:
         raise ConfigError(
             "layer entropy is measured on public text: name a corpus (experts.public, --public), or choose "
@@ -83,9 +97,7 @@ def _layer(
         )
     corpus = read_corpus(Path(own.public))
     check_public(corpus, (*task.train.texts, *task.test.texts), f"task {task.name}")
-    texts = sample(corpus, PUBLIC_TEXTS, seed=0)
-    found = public_routing(classifier.model, classifier.tokenizer, texts, settings.max_length, own.vote)
-    return select(layers, own.layer, found)
+    return sample(corpus, PUBLIC_TEXTS, seed=0)
 
 
 def owners_of(

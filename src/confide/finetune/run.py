@@ -186,6 +186,14 @@ def public_units(task: TaskData, settings: Settings) -> int:
     return settings.declared_units or task.train.units.count
 
 
+def adapted_for(task: TaskData, classifier: Classifier, settings: Settings) -> Adapted:
+    """The classifier with what is trained chosen; of the task only its texts are read, to compare them with
+    a public corpus.
+    """
+    layers = attach_experts(classifier, settings, task) if settings.method == "raptor" else ()
+    return adapt(classifier, settings.trainable, settings.seed, layers)
+
+
 def plan(
     task: TaskData, classifier: Classifier, settings: Settings
 ) -> tuple[Adapted, Schedule, float | None]:
@@ -194,8 +202,7 @@ def plan(
     Nothing is drawn and no record is looked at; only n is, where it isn't declared.
     """
     check_task_name(task.name)
-    layers = attach_experts(classifier, settings, task) if settings.method == "raptor" else ()
-    adapted = adapt(classifier, settings.trainable, settings.seed, layers)
+    adapted = adapted_for(task, classifier, settings)
     units = task.train.units
     count = public_units(task, settings)
     schedule = methods.schedule(settings, adapted, count, units.name)
