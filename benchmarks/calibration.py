@@ -49,7 +49,7 @@ def confide(target: float) -> float:
 
 
 def dp_accounting(target: float) -> float:
-    """Google's calibration on its PLD accountant, with its default grid and a tolerance of 1e-5."""
+    """Google's calibration on its PLD accountant: default grid and bracket, tolerance 1e-5."""
     import dp_accounting as library
     from dp_accounting import pld
 
@@ -57,8 +57,7 @@ def dp_accounting(target: float) -> float:
         gaussian = library.GaussianDpEvent(sigma)
         return library.SelfComposedDpEvent(library.PoissonSampledDpEvent(RATE, gaussian), STEPS)
 
-    bracket = library.LowerEndpointAndGuess(0.1, 1.0)
-    return float(library.calibrate_dp_mechanism(pld.PLDAccountant, made, target, DELTA, bracket, tol=1e-5))
+    return float(library.calibrate_dp_mechanism(pld.PLDAccountant, made, target, DELTA, tol=1e-5))
 
 
 def opacus(target: float) -> float:

@@ -5,9 +5,9 @@
     python benchmarks/merge.py --json                      {"rows": [...]}
 
 Every run is a process of its own, from start to a finished folder; peak_mb is its largest resident set.
---mergekit and --fusion-bench name a Python that has the peer. The models are synthetic Llamas, which
-mergekit 0.1.5 can merge (it can't merge BERT). `raw` reads the five models and writes one, as a measure of
-the disk. Inputs are read once before, so all tools find them in the page cache.
+--mergekit and --fusion-bench name a Python that has the peer. The models are synthetic Llamas, which mergekit
+0.1.5 can merge (it can't merge BERT). `raw` reads the five models and writes one, as a measure of the disk.
+Inputs are read once before, so all tools find them in the page cache.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from confide.api import (
+        Images,
         Model,
         Settings,
         labelled,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "Images",
     "Model",
     "Settings",
     "labelled",

@@ -18,23 +18,26 @@ import numpy as np
 
 from confide.errors import DataError
 from confide.finetune.checkpoint import Unfinished
-from confide.finetune.prepare import forward_of
+from confide.finetune.idle import keys_of, refuse_idle
+from confide.finetune.prepare import forward_of, placed_labels
 from confide.finetune.run import FineTuned, PublicBase, finetune, prepare
 from confide.finetune.settings import Settings as Settings
 from confide.merging.merge import MergeReport
 from confide.merging.merge import merge as _merge
 from confide.models.backbones import Classifier, resolve
 from confide.models.releases import load_release
+from confide.models.tail import Source
 from confide.privacy.signature import load_key as load_key
 from confide.privacy.statement import OwnersChecked
 from confide.release.format import Head
 from confide.tasks import registry
-from confide.tasks.evaluate import logits
+from confide.tasks.evaluate import evaluate, logits
 from confide.tasks.files import read_records
 from confide.tasks.files import read_task as read_task
-from confide.tasks.metrics import score
-from confide.tasks.records import Records, TaskData
-from confide.tasks.text import encode
+from confide.tasks.images import Images as Images
+from confide.tasks.records import Records, TaskData, Text
+from confide.tasks.text import Encoded
+from confide.tasks.text import source as read_by
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -43,26 +46,44 @@ load_task = registry.load
 labelled = read_records
 
 
+Inputs = Sequence[Text] | Images
+
+
 @dataclass(frozen=True)
 class Model:
-    """One task's classifier out of a release."""
+    """One task's model out of a release."""
 
     classifier: Classifier
     head: Head
 
-    def logits(self, texts: Sequence[str]) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """(len(texts), classes), the same as plain transformers gives."""
-        encoded = encode(self.classifier.tokenizer, texts, self.head.max_length)
-        _, forward = forward_of(self.classifier, 0, encoded)
-        return logits(forward, encoded)
+    def logits(self, inputs: Inputs) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """Outputs for texts, pairs of texts, lists of words, or images: the same as plain transformers gives.
 
-    def predict(self, texts: Sequence[str]) -> list[dict[str, Any]]:
-        """For each text its `label` and that label's `probability`."""
-        if isinstance(texts, str):
+        Returns:
+            (rows, classes); (rows, 1) numbers; or (rows, longest, classes) for each token, 0 at padding.
+        """
+        return self._outputs(self._source(inputs))
+
+    def predict(self, inputs: Inputs) -> list[dict[str, Any]]:
+        """For each record its `label` and the `probability` of it; or its `number`; or, of words, `labels`.
+
+        The `labels` are one for each word, None for those beyond the longest text that the model reads.
+        """
+        if isinstance(inputs, str):
             raise DataError("predict takes a list of texts; put a single one into a list")
-        if not len(texts):
+        if not len(inputs):
             return []
-        values = self.logits(texts).astype(np.float64)
+        source = self._source(inputs)
+        values = self._outputs(source).astype(np.float64)
+        match self.head.problem.target:
+            case "number":
+                return [{"number": float(value)} for value in values[:, 0]]
+            case "tokens":
+                assert isinstance(source, Encoded)
+                assert not isinstance(inputs, Images)
+                counts = [len(words) for words in inputs]
+                best = values.argmax(axis=-1)
+                return [{"labels": self._named(own)} for own in source.of_words(best, counts)]
         odds = np.exp(values - values.max(axis=1, keepdims=True))
         probabilities = odds / odds.sum(axis=1, keepdims=True)
         best = probabilities.argmax(axis=1)
@@ -73,8 +94,18 @@ class Model:
 
     def score(self, records: Records) -> float:
         """The head's metric on labelled records; not noised."""
-        predictions = self.logits(records.texts).argmax(axis=1).astype(np.int64)
-        return score(self.head.metric, predictions, records.labels)
+        source = self._source(records.inputs)
+        return evaluate(self.head.metric, self._outputs(source), placed_labels(source, records))
+
+    def _source(self, inputs: Inputs) -> Source:
+        return read_by(self.classifier, inputs, self.head.max_length)
+
+    def _outputs(self, source: Source) -> np.ndarray[Any, np.dtype[np.float32]]:
+        _, forward = forward_of(self.classifier, 0, source)
+        return logits(forward, source)
+
+    def _named(self, classes: Sequence[int | None]) -> list[str | None]:
+        return [None if index is None else self.head.labels[index] for index in classes]
 
 
 def train(
@@ -86,7 +117,7 @@ def train(
     checkpoint: str | Path | None = None,
     **settings: Any,
 ) -> FineTuned:
-    """Fine-tune a classifier on a task's training records.
+    """Fine-tune a model on a task's training records.
 
     Args:
         task: from `read_task` or `load_task`.
@@ -106,6 +137,7 @@ def train(
 
     public = PublicBase.of(base)
     chosen = Settings.of(settings)
+    refuse_idle(chosen, keys_of(settings))
     book = Ledger.open(ledger) if ledger != "none" and chosen.private else None
     unfinished = Unfinished.open(Path(checkpoint)) if checkpoint is not None else None
     try:
@@ -166,6 +198,6 @@ def test_records(head: Head) -> Records:
             f"{head.task!r} is no registered task, so its test records are yours: name a file with --data"
         )
     task = registry.load(head.task)
-    if task.labels != head.labels:
+    if (task.labels, task.problem) != (head.labels, head.problem):
         raise DataError(f"task {head.task} has other labels than the release; score it on a file with --data")
     return task.test

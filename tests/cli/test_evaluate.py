@@ -102,7 +102,7 @@ def test_refused_merges(
     message = confide("merge", *pair, tmp_path / "wider" / "release", *rest).message()
     assert "wider" in message
     assert re.search("two heads for task 'films'", confide("merge", pair[0], pair[0], *rest).message())
-    assert "not a confide release" in confide("merge", *pair, tiny_base, *rest).message()
+    assert "holds no weights" in confide("merge", *pair, tmp_path, *rest).message()
     assert listing(tmp_path) == before
     assert "exists already" in confide("merge", *pair, "--base", tiny_base, "--out", pair[0]).message()
     assert listing(tmp_path) == before

@@ -190,3 +190,14 @@ def test_units_that_dont_add_up_are_shown(confide: Confide) -> None:
     assert row["epsilon_filter"] is None
     assert "different units" in row["problem"]
     assert "No figure: runs on clinic protect different units" in confide("ledger", "show").out
+
+
+def test_a_name_in_brackets_is_no_markup(
+    confide: Confide, train: Train, reviews: Path, tmp_path: Path
+) -> None:
+    name = "notes [draft] [/b]"
+    message = train(reviews, "--dataset", name).message()
+    assert "name the task with --task" in message
+    assert train(reviews, "--dataset", name, "--task", "notes").code == 0
+    assert name in confide("ledger", "show").out
+    assert name in " ".join(confide("verify", tmp_path / "run" / "release").out.split())

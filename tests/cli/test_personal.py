@@ -11,7 +11,8 @@ from safetensors.numpy import load_file
 from .conftest import Answer, WriteCsv, listing
 
 Confide = Callable[..., Answer]
-FAST = ("--method", "non-private", "--head-learning-rate", 0.5, "--labels", "neg,pos", "--trainable", "all")
+FAST = ("--method", "non-private", "--head-learning-rate", 0.5, "--labels", "neg,pos")
+FAST += ("--trainable", "all", "--rank", 8)
 
 
 @pytest.fixture

@@ -149,3 +149,15 @@ def test_a_simulation_goes_on_without_a_charge(
     weights = [file.read_bytes() for file in files]
     assert weights[0] == weights[1]
     assert Ledger.open().entries() == ()
+
+
+def test_damaged_checkpoints_are_named_and_can_be_given_up(confide: Confide, stopped: Path) -> None:
+    folder = stopped.with_name("run.unfinished") / "private" / "resume"
+    (state,) = folder.glob("checkpoint-*/state.json")
+    state.write_text(state.read_text()[:-20])
+    assert (
+        f"remove {state.parent}, and the run is replayed" in confide("train", "--resume", stopped).message()
+    )
+    assert confide("purge", stopped, "--yes").code == 0
+    assert not folder.exists()
+    assert charges() == [("settled", {})]

@@ -463,6 +463,48 @@ def test_only_trained_weights_depend_on_the_records(
         assert str(tmp_path).encode() not in content
 
 
+def test_options_that_would_do_nothing(train: Train, reviews: Path, tmp_path: Path) -> None:
+    for arguments, message in (
+        (("--trainable", "head"), "--rank has no effect here: it needs trainable `lora`"),
+        (("--rows-per-unit", 3), "--rows-per-unit has no effect here: it needs --unit"),
+        (("--test-size", 0.3, "--test-data", reviews), "--test-size has no effect here: it needs no --test"),
+        (("--ascent", "none", "--ascent-radius", 0.2), "--ascent-radius has no effect here: it needs an asc"),
+        (
+            ("--clipping-quantile", 0.3),
+            "--clipping-quantile has no effect here: it needs clipping `adapt",
+        ),
+        (("--optimizer", "sgd", "--bias-correction", 1e-8), "bias_correction is for adamw"),
+        (("--metric", "macro-f1", "--publish-accuracy", 2), "the metric is macro-f1"),
+        (("--memory", "8 gigs"), "--memory"),
+        (("--memory", "10MiB"), "allow at least"),
+    ):
+        answer = train(reviews, *arguments)
+        assert (answer.code, message in answer.err) == (2, True), answer.err
+        assert {path.name for path in tmp_path.iterdir()} == {"reviews.csv"}
+
+
+def test_every_rule_from_the_command_line(train: Train, reviews: Path, tmp_path: Path) -> None:
+    """Adaptive clipping, bias correction, a warmup and a published accuracy, in one claim."""
+    answer = train(
+        reviews,
+        *("--clipping", "adaptive", "--count-noise", 20, "--bias-correction", 1e-4, "--decay", "cosine"),
+        *("--steps", 3, "--warmup", 1, "--publish-accuracy", 4, "--memory", "64GiB", "--json"),
+    )
+    found = answer.json()
+    statement = verify(tmp_path / "run" / "release")
+    check(statement)
+    assert [number.model_dump() for number in statement.published] == found["published"]
+    assert statement.claim is not None
+    assert statement.claim.epsilon <= 4
+    schedule = statement.spendings[0].schedule
+    assert schedule is not None
+    (stream,) = schedule.streams
+    assert (stream.clipping.rule, stream.clipping.count_noise, stream.warmup) == ("adaptive", 20.0, 1)
+    assert [query.noise_multipliers for query in schedule.queries] == [(4.0,)]
+    lines = (tmp_path / "run" / "private" / "steps.jsonl").read_text().splitlines()
+    assert len({json.loads(line)["bound"] for line in lines}) == 3
+
+
 def test_raptor(
     confide: Confide, train: Train, sparse_base: Path, reviews: Path, sentences: Any, tmp_path: Path
 ) -> None:
@@ -483,4 +525,7 @@ def test_raptor(
     assert "--public" in train(reviews, *bare, out="other").message()
     bad = train(reviews, *bare, "--expert-clipping-bound", -1, out="other").message()
     assert "--expert-clipping-bound: " in bad
-    assert "--layer belongs to --method raptor" in train(reviews, "--layer", "last", out="other").message()
+    assert (
+        "--layer has no effect here: it needs --method raptor"
+        in train(reviews, "--layer", "last", out="other").message()
+    )

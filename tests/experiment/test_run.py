@@ -205,3 +205,26 @@ def test_limits(tiny_base: Path, sentences: Sentences, tmp_path: Path) -> None:
     whole = module.load_task(plan.tasks[0])
     assert set(task.train.texts) < set(whole.train.texts)
     assert set(task.test.texts) < set(whole.test.texts)
+
+
+def test_merges_by_public_statistics(tiny_base: Path, sentences: Sentences, tmp_path: Path) -> None:
+    corpus = tmp_path / "public.txt"
+    corpus.write_text("a film nobody owns\nthe public play\n", encoding="utf-8")
+    rows = {"films": sentences(60, 1), "plays": sentences(60, 2)}
+    merges = [
+        {"operator": "regmean"},
+        {"operator": "regmean", "name": "by-diagonals", "parameters": {"alpha": 0}},
+    ]
+    changes = {"merges": [*merges, {"operator": "fisher"}], "methods": {"dp-adamw": {}}, "seeds": [0]}
+    plan = make_plan(
+        tiny_base, tmp_path, rows, pretrained=None, statistics={"corpus": str(corpus)}, **changes
+    )
+    study = run(plan, tmp_path / "out", silent)
+    assert [row.operator for row in study.rows] == ["individual", "regmean", "by-diagonals", "fisher"]
+    files = sorted(path.name for path in (tmp_path / "out/statistics/dp-adamw/seed-0").iterdir())
+    assert files == [f"{kind}-{task}.safetensors" for kind in ("fisher", "grams") for task in rows]
+    verify(tmp_path / "out/merged/dp-adamw-by-diagonals-seed-0")
+    corpus.write_text(rows["plays"][3][0], encoding="utf-8")
+    with pytest.raises(DataError, match="plays"):
+        run(plan, tmp_path / "again", silent)
+    assert not (tmp_path / "again").exists()

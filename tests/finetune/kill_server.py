@@ -26,7 +26,7 @@ import confide.privacy.ledger  # noqa: F401  (imported by every run, so once for
 from confide.cli import main
 from confide.finetune import charge, checkpoint, run
 from confide.gradients.keys import Key, Keys
-from confide.merging import merge
+from confide.merging import merge, plan
 
 SECRETS = Keys(Key(b"n" * 32, simulated=False), Key(b"s" * 32, simulated=False))
 PHASES = (
@@ -34,7 +34,7 @@ PHASES = (
     ("settle", charge.Charge, "settle"),
     ("release", run, "write_release"),
     ("finish", checkpoint.Unfinished, "destroy"),
-    ("merge", merge, "_read"),
+    ("merge", plan, "read_inputs"),
     ("write", merge, "write_release"),
 )
 

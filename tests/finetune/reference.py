@@ -5,6 +5,7 @@ Slow and obvious on purpose, and without noise: it shares nothing with the loop 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -77,9 +78,10 @@ class Reference:
         for unit in units:
             rows = [self.gradient_of(stream, row) for row in self.units[unit]]
             own = {name: sum(row[name] for row in rows) / len(rows) for name in stream.parameters}
-            norm = torch.cat([value.flatten() for value in own.values()]).norm()
-            for name in stream.parameters:
-                total[name] += clip_factor(stream.clipping, norm) * own[name]
+            for bound, names in roles(stream):
+                norm = torch.cat([own[name].flatten() for name in names]).norm()
+                for name in names:
+                    total[name] += clip_factor(stream.clipping, bound, norm) * own[name]
         return {name: value / stream.denominator for name, value in total.items()}
 
     def gradient_of(self, stream: Stream, row: int) -> Vector:
@@ -97,7 +99,11 @@ class Reference:
         return found
 
     def move(self, stream: Stream, gradient: Vector, step: int) -> None:
-        decay = (stream.steps - step) / stream.steps if stream.decay == "linear" else 1.0
+        left = (stream.steps - step) / (stream.steps - stream.warmup)
+        cosine = (1 + math.cos(math.pi * (1 - left))) / 2
+        decay = {"constant": 1.0, "linear": left, "cosine": cosine}[stream.decay]
+        if step < stream.warmup:
+            decay = step / stream.warmup
         anchored = [name for group in stream.groups if group.anchored for name in group.parameters]
         pull: Vector = {}
         if stream.anchor:
@@ -122,9 +128,19 @@ class Reference:
                 w -= rate * (m / (1 - 0.9 ** (step + 1))) / ((v / (1 - 0.999 ** (step + 1))).sqrt() + 1e-8)
 
 
-def clip_factor(clipping: Clipping, norm: Tensor) -> Tensor | float:
-    if clipping.rule == "flat":
-        return min(1.0, clipping.bound / max(float(norm), 1e-300))
+def roles(stream: Stream) -> list[tuple[float, tuple[str, ...]]]:
+    """Bound and parameters of what is clipped together."""
+    if stream.clipping.shares is None:
+        return [(stream.clipping.bound, stream.parameters)]
+    return [
+        (stream.clipping.bound * share**0.5, group.parameters)
+        for share, group in zip(stream.clipping.shares, stream.groups, strict=True)
+    ]
+
+
+def clip_factor(clipping: Clipping, bound: float, norm: Tensor) -> Tensor | float:
+    if clipping.rule in ("flat", "per-role"):
+        return min(1.0, bound / max(float(norm), 1e-300))
     if clipping.rule == "normalised":
         return clipping.bound / (norm + clipping.stability)
     return 1.0

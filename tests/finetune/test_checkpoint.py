@@ -125,7 +125,9 @@ def test_streams_of_different_lengths_go_on(bert: Callable[..., Bound], tmp_path
 
 
 def state(step: int = 4, loss: float = math.nan) -> State:
-    history = History({"all": step}, [StepRecord("all", 0, 3, loss, 0.5), StepRecord("all", 1, 2, 0.1, 0.0)])
+    history = History(
+        {"all": step}, [StepRecord("all", 0, 3, loss, 0.5, 1.0), StepRecord("all", 1, 2, 0.1, 0.0, 1.0)]
+    )
     tensors = {"weights/w": torch.arange(3.0), "optimizer/step/w": torch.tensor(4.0)}
     tensors["gradient/w"] = torch.tensor([1.5], dtype=torch.bfloat16)
     return State(step, tensors, history)
@@ -150,7 +152,7 @@ def test_only_the_last_whole_checkpoint_stays(tmp_path: Path) -> None:
     assert found.tensors["gradient/w"].dtype == torch.bfloat16
     assert found.history.steps_run == {"all": 5}
     assert math.isnan(found.history.steps[0].loss)
-    assert found.history.steps[1] == StepRecord("all", 1, 2, 0.1, 0.0)
+    assert found.history.steps[1] == StepRecord("all", 1, 2, 0.1, 0.0, 1.0)
 
 
 def test_nobody_else_may_read_it(tmp_path: Path) -> None:

@@ -209,7 +209,10 @@ def test_fifty_kills(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
 )
 def test_a_stopped_run_says_how_to_go_on(bench: Bench, number: int, code: int) -> None:
-    out, ended = bench.stop("train", 0.7 * bench.lasts["train"], number)
+    for share in (0.7, 0.5, 0.3, 0.1):  # a machine that got faster may finish first
+        out, ended = bench.stop("train", share * bench.lasts["train"], number)
+        if ended["code"] != 0:
+            break
     assert ended["code"] == code, ended["said"]
     assert f"confide train --resume {bench.folder / out}" in ended["said"]
     assert "interrupted" in ended["said"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from confide.errors import ModelError, PrivacyError
+from confide.errors import ModelError
 from confide.finetune import loop
 from confide.finetune.binding import Binding
 from confide.finetune.loop import train
@@ -83,6 +83,12 @@ CASES: dict[str, tuple[Trainable, dict[str, Any]]] = {
     "lora, adamw, linear decay": (LORA, {"decay": "linear"}),
     "head only": (Trainable(kind="head"), {}),
     "normalised clipping": (LORA, {"clipping": Clipping("normalised", 0.4)}),
+    "per-role clipping": (BLOCKS, {"clipping": Clipping("per-role", 0.5, shares=(0.7, 0.3))}),
+    "per-role clipping, paired": (
+        LORA,
+        {"clipping": Clipping("per-role", 0.5, shares=(0.2, 0.6)), "ascent": "paired"} | QUERIED,
+    ),
+    "cosine decay with warmup": (BLOCKS, {"decay": "cosine", "warmup": 2, "optimizer": "sgd"}),
     "a bound that nobody reaches": (BLOCKS, {"clipping": Clipping("flat", 1e6), "optimizer": "sgd"}),
     "no clipping": (ALL, {"clipping": Clipping("none", 1.0)}),
     "weight decay": (BLOCKS, {"weight_decay": 0.3}),
@@ -383,14 +389,6 @@ def test_progress(line: MakeLine) -> None:
         lambda done, total: seen.append((done, total)),
     )
     assert seen == [(1, 3), (2, 3), (3, 3)]
-
-
-def test_adaptive_clipping_is_refused_before_anything_is_asked(line: MakeLine) -> None:
-    schedule = line_schedule(clipping=Clipping("adaptive", 1.0, count_noise=1.0), noise_multiplier=1.0)
-    asked: list[int] = []
-    with pytest.raises(PrivacyError, match="clips adaptively"):
-        train(line(torch.ones(2, 1)).binding, schedule, Keys.fixed(0), first_query=lambda: asked.append(1))
-    assert not asked
 
 
 def test_a_parameter_that_is_not_there(line: MakeLine) -> None:

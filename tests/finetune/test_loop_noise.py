@@ -15,6 +15,7 @@ from confide.finetune import loop
 from confide.finetune.loop import train
 from confide.gradients.keys import Key, Keys
 from confide.models.adapters import Trainable
+from confide.privacy.events import queries
 from confide.privacy.streams import Clipping, ParameterGroup, Schedule
 
 from .conftest import Bound, Line, line_schedule, stream_for
@@ -113,9 +114,10 @@ def test_each_query_has_its_own_noise(empty: Callable[[], Line], monkeypatch: py
         are_independent(one, other)
 
 
+@pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize("ascent", ["paired", "fresh", "lagged", "none"])
-def test_no_address_is_read_twice(
-    empty: Callable[[], Line], monkeypatch: pytest.MonkeyPatch, ascent: str
+def test_no_address_is_read_twice_and_every_one_is_charged(
+    empty: Callable[[], Line], monkeypatch: pytest.MonkeyPatch, ascent: str, adaptive: bool
 ) -> None:
     seen: list[tuple[int, str, int, str]] = []
     plain = Key.generator
@@ -132,10 +134,14 @@ def test_no_address_is_read_twice(
     if queried:
         fields["ascent_noise"] = SIGMA
     keys = Keys.fresh()
-    train(empty().binding, line_schedule(**NOISY, **fields, steps=3), keys)
+    if adaptive:
+        fields["clipping"] = Clipping("adaptive", BOUND, count_noise=1.0)
+    schedule = line_schedule(**(NOISY | fields), steps=3)
+    train(empty().binding, schedule, keys)
     assert len(set(seen)) == len(seen)
     noise = [address[1:] for address in seen if address[0] == id(keys.noise)]
-    wanted = ["ascent", "descent"] if queried else ["descent"]
+    wanted = (["ascent"] if queried else []) + ["descent"] + (["count"] if adaptive else [])
+    assert len(noise) == queries(schedule.event())
     assert noise == [("all", step, query) for step in range(3) for query in wanted]
     draws = [address[1:3] for address in seen if address[0] == id(keys.sampling)]
     assert len(draws) == (6 if ascent == "fresh" else 3)

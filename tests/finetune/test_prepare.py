@@ -10,10 +10,13 @@ import pytest
 import torch
 
 from confide.finetune import prepare
-from confide.finetune.prepare import Prepared, forward_of, micro_batches
+from confide.finetune.prepare import Prepared, forward_of, loss_of, micro_batches, targets
+from confide.gradients import losses
 from confide.models.adapters import Trainable, adapt
-from confide.models.backbones import Classifier, load_classifier
+from confide.models.backbones import Classifier, answer_in, load_classifier
 from confide.models.tail import Features
+from confide.privacy.units import UnitMap
+from confide.release.format import Problem
 from confide.tasks.evaluate import logits
 from confide.tasks.records import Records, TaskData
 from confide.tasks.text import Encoded
@@ -33,7 +36,7 @@ def prepared(classifier: Classifier, sentences: Sentences) -> Prepared:
         return Records.of([text for text, _ in rows], [("neg", "pos").index(label) for _, label in rows])
 
     task = TaskData("films", ("neg", "pos"), "declared", "accuracy", records(20, 1), records(9, 2), "made up")
-    return Prepared(task, classifier.tokenizer, 20)
+    return Prepared(task, classifier, 20)
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
@@ -103,6 +106,52 @@ def test_what_is_trained_is_reached_through_the_module(prepared: Prepared, class
     reached = {id(parameter) for parameter in module.parameters()}
     named = dict(classifier.model.named_parameters())
     assert all(id(named[name]) in reached for name in (*adapted.encoder, *adapted.head))
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 5.0), (-300.0, 100.0)])
+def test_numbers_are_learned_in_one_scale_and_answered_in_their_own(
+    tiny_base: Path, sentences: Sentences, low: float, high: float
+) -> None:
+    texts = tuple(text for text, _ in sentences(8, 1))
+    labels = np.linspace(low, high, 8)
+    problem = Problem(target="number", label_range=(low, high))
+    records = Records(texts, labels, UnitMap.records(8))
+    task = TaskData("prices", (), "declared", "rmse", records, records, "made up", problem)
+    model = load_classifier(tiny_base, (), seed=0, problem=problem)
+    prepared = Prepared(task, model, 20)
+    wanted = targets(prepared)
+    torch.testing.assert_close(wanted, torch.linspace(-1, 1, 8)[:, None])
+    _, forward = forward_of(model, 0, prepared.inputs(model, 0, "train"))
+    batch = prepared.inputs(model, 0, "train").batch(np.arange(8))
+    with torch.inference_mode():
+        before = forward(batch)
+        answer_in(model, (low, high))
+        after = forward(batch)
+    torch.testing.assert_close(after, (before + 1) / 2 * (high - low) + low, rtol=1e-5, atol=1e-4)
+    # Errors are scaled alike: the loss is the squared error over half the range's square.
+    scaled = losses.regression(before, wanted)
+    own = losses.regression(after, torch.from_numpy(labels).float()[:, None])
+    torch.testing.assert_close(scaled * ((high - low) / 2) ** 2, own, rtol=1e-4, atol=1e-3)
+
+
+def test_a_words_loss_depends_on_its_own_record_alone(tiny_base: Path) -> None:
+    texts = (("fine", "films"), ("a", "very", "dull", "plot", "was", "here", "today"))
+    labels = np.empty(2, dtype=object)
+    labels[:] = [np.array([1, 0]), np.array([0, 0, 1, 0, 0, 0, 1])]
+    problem = Problem(target="tokens")
+    records = Records(texts, labels, UnitMap.records(2))
+    task = TaskData("words", ("O", "X"), "declared", "accuracy", records, records, "made up", problem)
+    model = load_classifier(tiny_base, task.labels, seed=0, problem=problem)
+    prepared = Prepared(task, model, 20)
+    inputs, wanted, loss = prepared.inputs(model, 0, "train"), targets(prepared), loss_of(problem)
+    _, forward = forward_of(model, 0, inputs)
+    with torch.inference_mode():
+        both = loss(forward(inputs.batch(np.arange(2))), wanted)
+        alone = [loss(forward(inputs.batch(np.array([row]))), wanted[[row]]) for row in range(2)]
+        tokens = model.tokenizer([list(texts[0])], is_split_into_words=True, return_tensors="pt")
+        odds = model.model(**tokens).logits[0].log_softmax(-1)  # [CLS] fine film ##s [SEP]
+    torch.testing.assert_close(both, torch.cat(alone), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(both[0], -(odds[1, 1] + odds[2, 0]) / 2, rtol=1e-5, atol=1e-6)
 
 
 def test_micro_batches_split_no_unit(prepared: Prepared, classifier: Classifier) -> None:

@@ -44,7 +44,9 @@ LABELS = torch.from_numpy(np.random.default_rng(3).integers(0, 2, ROWS))
 KEYS = Keys.fixed(5)
 
 
-def settings_of(trainable: dict[str, Any] | None = None, **experts: Any) -> Settings:
+def settings_of(
+    trainable: dict[str, Any] | None = None, more: dict[str, Any] | None = None, **experts: Any
+) -> Settings:
     return Settings.of(
         {
             "method": "raptor",
@@ -55,6 +57,7 @@ def settings_of(trainable: dict[str, Any] | None = None, **experts: Any) -> Sett
             "clipping_bound": 0.6,
             "trainable": trainable or {"rank": 2},
             "experts": {"layer": "2", "rank": 2, "clipping_bound": 0.05, "learning_rate": 0.02, **experts},
+            **(more or {}),
         }
     )
 
@@ -126,6 +129,9 @@ CASES: dict[str, dict[str, Any]] = {
         "steps": 2,
     },
     "raptor, first layer": {"layer": "first"},
+    "raptor, encoder and head apart": {
+        "more": {"clipping": "per-role", "head_share": 0.3, "decay": "cosine", "warmup": 1}
+    },
     "one-draw": {"variant": "one-draw"},
     "one-clip": {"variant": "one-clip"},
     "one-stream": {"variant": "one-stream"},
@@ -162,6 +168,25 @@ def test_weights_are_those_of_autograd_record_by_record(make: Make, case: str) -
         assert float((moved - wanted).norm()) <= 1e-6 * float(wanted.norm())
     for name in set(before) - set(schedule.parameters):
         assert torch.equal(found[name], before[name]), f"{name} is not trained, but changed"
+
+
+@pytest.mark.parametrize("variant", ["raptor", "one-stream"])
+def test_the_bound_of_what_all_records_share_follows_a_noisy_count(make: Make, variant: str) -> None:
+    more = {"clipping": "adaptive", "clipping_bound": 0.1, "count_noise": 0.4, "clipping_quantile": 0.7}
+    bound = make(settings_of(variant=variant, more=more))
+    lead = bound.schedule.streams[0]
+    assert (lead.clipping.rule, lead.denominator) == ("adaptive", 6.0)
+    steps = train(bound.binding, bound.schedule.with_noise(0.5), KEYS).steps
+    expected = 0.1
+    for step, record in enumerate(record for record in steps if record.stream == lead.name):
+        assert record.bound == pytest.approx(expected, rel=1e-12)
+        zero = {"n": torch.zeros(1, dtype=torch.double)}
+        drawn = noise.add_noise(zero, 0.4, KEYS.noise.generator(lead.name, step, "count"))["n"]
+        share = (record.unclipped - record.units / 2 + float(drawn)) / 6 + 0.5
+        expected *= float(np.exp(-0.2 * (share - 0.7)))
+    assert {record.bound for record in steps if record.stream == "experts"} <= {0.05}
+    counts = [event for event in leaves(bound.schedule.event()) if isinstance(event, PoissonGaussian)]
+    assert any(0.8 in event.noise_multipliers for event in counts)
 
 
 def test_streams_have_their_own_draws_bounds_and_public_denominators(make: Make) -> None:
@@ -361,6 +386,14 @@ def test_refusals(make: Make, sparse_base: Path, tiny_base: Path, make_task: Cal
         Settings.of({"method": "raptor", "ascent": "paired"})
     with pytest.raises(ConfigError, match="did you mean 'shared_share'"):
         Settings.of({"method": "raptor", "experts": {"shared_shar": 0.8}})
+    with pytest.raises(ConfigError, match="release_statistics knows none of experts"):
+        Settings.of({"method": "raptor", "release_statistics": "grams"})
+    with pytest.raises(ConfigError, match="Input should be 'flat' or 'normalised'"):
+        Settings.of({"method": "raptor", "experts": {"clipping": "adaptive"}})
+    with pytest.raises(ConfigError, match="clips the experts with them"):
+        make(settings_of(variant="one-stream", more={"clipping": "per-role"}))
+    with pytest.raises(PrivacyError, match="need not be the expected draw"):
+        make(settings_of(variant="one-clip", more={"clipping": "adaptive"}))
 
 
 def test_a_stream_of_owners_says_how_many_experts(make: Make) -> None:
@@ -369,6 +402,7 @@ def test_a_stream_of_owners_says_how_many_experts(make: Make) -> None:
         ({"experts": 0}, "needs the number of experts"),
         ({"denominator": 0.75}, "raise the batch"),
         ({"record_power": 0.0}, "record_power"),
+        ({"clipping": Clipping("adaptive", 1.0, count_noise=1.0)}, "need not be the expected draw"),
         ({"clipping": Clipping("none", 1.0), "noise_multiplier": 1.0}, "protects nobody"),
     ):
         with pytest.raises(PrivacyError, match=message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from contextlib import closing
@@ -12,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from confide.errors import DataError, ResumeError
-from confide.finetune import run
+from confide.errors import ConfigError, DataError, ResumeError
+from confide.finetune import experts, run
 from confide.finetune.checkpoint import Unfinished
 from confide.finetune.loop import State
 from confide.finetune.run import FineTuned, PublicBase, finetune, prepare
@@ -22,9 +23,10 @@ from confide.models.backbones import load_classifier, load_trained
 from confide.models.moe.layers import sparse_layers
 from confide.privacy.accountant import epsilon
 from confide.privacy.composition import check
+from confide.release.format import Problem
 from confide.release.write import verify
 from confide.tasks.evaluate import logits
-from confide.tasks.records import TaskData
+from confide.tasks.records import Records, TaskData
 from confide.tasks.text import encode
 
 Sentences = Callable[[int, int], list[tuple[str, str]]]
@@ -42,7 +44,7 @@ def corpus(sentences: Sentences, tmp_path: Path) -> Path:
     return path
 
 
-def settings_of(corpus: Path, **experts: Any) -> Settings:
+def settings_of(corpus: Path, more: dict[str, Any] | None = None, **experts: Any) -> Settings:
     return Settings.of(
         {
             "method": "raptor",
@@ -52,6 +54,7 @@ def settings_of(corpus: Path, **experts: Any) -> Settings:
             "max_length": 20,
             "trainable": {"rank": 2},
             "experts": {"public": str(corpus), "rank": 2, **experts},
+            **(more or {}),
         }
     )
 
@@ -125,7 +128,7 @@ def test_owners_are_computed_once_and_a_stopped_run_goes_on(
             tune(base, task, settings, simulate=4, unfinished=unfinished)
         # Another rounding would give other owners: those of the first time are what counts.
         patched.undo()
-    monkeypatch.setattr(run, "owners_of", lambda *args: pytest.fail("owners are computed a second time"))
+    monkeypatch.setattr(experts, "owners_of", lambda *args: pytest.fail("owners are computed a second time"))
     with closing(Unfinished.open(folder)) as unfinished:
         again = tune(base, task, settings, simulate=4, unfinished=unfinished)
     assert whole.owner is not None
@@ -161,3 +164,62 @@ def test_a_corpus_with_a_private_text_is_refused(
         file.write(f"\n{task.train.texts[3].upper()}\n")
     with pytest.raises(DataError, match="must be public"):
         tune(base, task, settings_of(corpus))
+
+
+def test_every_rule_and_query_beside_two_streams(
+    base: PublicBase, make_task: Callable[..., TaskData], corpus: Path
+) -> None:
+    """Adaptive clipping of the shared stream, a published accuracy and a budget of memory, in one claim."""
+    more = {
+        "clipping": "adaptive",
+        "bias_correction": 1e-4,
+        "warmup": 1,
+        "publish_accuracy": 4.0,
+        "memory": "64GiB",
+    }
+    tuned = tune(base, make_task(), settings_of(corpus, more))
+    shared, own = tuned.schedule.streams
+    assert (shared.clipping.rule, shared.clipping.count_noise, own.clipping.rule) == (
+        "adaptive",
+        0.75,
+        "flat",
+    )
+    assert (shared.bias_correction, own.bias_correction, shared.warmup, own.warmup) == (1e-4, 1e-4, 1, 1)
+    assert [query.noise_multipliers for query in tuned.schedule.queries] == [(4.0,)]
+    check(tuned.statement)
+    assert tuned.statement.claim is not None
+    claim = tuned.statement.claim
+    assert 2.99 < claim.epsilon == epsilon(tuned.schedule.event(), claim.delta).epsilon <= 3.0
+    assert [number.query for number in tuned.statement.published] == ["accuracy"]
+    bounds = {
+        name: {s.bound for s in tuned.history.steps if s.stream == name} for name in ("shared", "experts")
+    }
+    assert (len(bounds["shared"]), bounds["experts"]) == (2, {1.0})
+
+
+def test_pairs_are_compared_with_the_corpus_text_by_text(
+    base: PublicBase, make_task: Callable[..., TaskData], corpus: Path
+) -> None:
+    def paired(records: Records) -> Records:
+        texts = tuple((text, "and so on") for text in records.texts)
+        return dataclasses.replace(records, inputs=texts)
+
+    plain = make_task()
+    task = dataclasses.replace(
+        plain, train=paired(plain.train), test=paired(plain.test), problem=Problem(inputs="pair")
+    )
+    tuned = tune(base, task, settings_of(corpus))
+    assert tuned.owner is not None
+    assert len(tuned.owner) == len(task.train)
+    corpus.write_text(corpus.read_text(encoding="utf-8") + "\nAnd so on", encoding="utf-8")
+    with pytest.raises(DataError, match="are also records of task reviews"):
+        tune(base, task, settings_of(corpus))
+
+
+def test_other_kinds_of_tasks_are_refused(
+    base: PublicBase, make_task: Callable[..., TaskData], corpus: Path
+) -> None:
+    task = dataclasses.replace(make_task(), problem=Problem(target="number", label_range=(0.0, 1.0)))
+    classifier = load_classifier(base.folder, task.labels, seed=0)
+    with pytest.raises(ConfigError, match="with one class each, and task reviews isn't"):
+        run.plan(task, classifier, settings_of(corpus))

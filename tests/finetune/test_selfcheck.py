@@ -11,7 +11,12 @@ from torch import Tensor, nn
 
 from confide.errors import ModelError, PrivacyError
 from confide.finetune import selfcheck
-from confide.finetune.selfcheck import check_gradients, check_noise, check_rows_are_independent
+from confide.finetune.selfcheck import (
+    check_finite,
+    check_gradients,
+    check_noise,
+    check_rows_are_independent,
+)
 from confide.gradients.noise import add_noise
 from confide.gradients.rules import _RULES
 from confide.models.backbones import Classifier
@@ -111,3 +116,9 @@ def test_noise_has_the_standard_deviation_that_is_claimed(monkeypatch: pytest.Mo
     monkeypatch.setattr(selfcheck, "add_noise", lambda sums, std, key: add_noise(sums, std * 0.9, key))
     with pytest.raises(PrivacyError, match=r"0\.6\d+ instead of 0\.7"):
         check_noise(0.7)
+
+
+def test_a_loss_that_is_nan_from_the_start(classifier: Classifier) -> None:
+    check_finite(classifier, masked_mean, ENCODED)
+    with pytest.raises(ModelError, match="NaN from the start"):
+        check_finite(classifier, diverged, ENCODED)

@@ -357,7 +357,7 @@ FAMILIES = [
     ),
     Family(
         "BLOOM",
-        "causal language model, tied",
+        "causal language model, tied, padded right",
         _model(
             "BloomForCausalLM",
             "BloomConfig",
@@ -372,7 +372,6 @@ FAMILIES = [
         _texts(),
         _continue_anywhere,
         ("query_key_value",),
-        left=True,
     ),
     Family(
         "BART",

@@ -236,6 +236,18 @@ def test_no_row_at_all_gives_zeros_of_every_shape(lora: Lora | None) -> None:
     assert not any(value.any() for value in found.values())
 
 
+def test_a_record_more_changes_nothing_but_values(lora: Lora | None) -> None:
+    model = toy(lora)
+    kinds = []
+    for rows in (0, 1, ROWS - 1, ROWS):
+        with engine_of(model) as engine:
+            engine.expect(rows, OWNER[:rows])
+            if rows:
+                engine.add(losses(model, inputs()[:rows]), torch.arange(rows), rows, Clipping("flat", 0.1))
+            kinds.append([(name, v.shape, v.dtype, v.stride()) for name, v in engine.take().items()])
+    assert all(kind == kinds[0] for kind in kinds)
+
+
 def test_a_user_is_the_mean_of_its_rows_over_several_owners(lora: Lora | None) -> None:
     unit = torch.tensor([1, 0, 0, 1, 1, 2])
     model = toy(lora)

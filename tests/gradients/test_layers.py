@@ -296,6 +296,22 @@ def test_a_layer_whose_first_dimension_is_time_is_taken_further_out(length: int)
     assert recomputed(check(SequenceFirst(), torch.randn(4, length, 3))) == {"the model (SequenceFirst)"}
 
 
+def test_tokens_flattened_position_by_position_are_refused_when_there_are_several() -> None:
+    class PositionFirst(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            flat = self.layer(x.transpose(0, 1).flatten(0, 1))
+            return flat.view(x.shape[1], x.shape[0], 2).transpose(0, 1)
+
+    model = PositionFirst()
+    engine = check(model, torch.randn(4, 1, 3))
+    with pytest.raises(ModelError, match=r"depends on other rows at layer \(Linear\)"), engine:
+        engine.add(sum_of_squares(model, torch.randn(4, 3, 3)), torch.arange(4), 4, Clipping("flat", 1.0))
+
+
 class Experts(nn.Module):
     """Each expert sees the tokens that chose it, as many as there are."""
 
@@ -587,7 +603,7 @@ VALUES = st.sampled_from(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.integers(0, 2**31),
     st.lists(VALUES, min_size=4, max_size=4),

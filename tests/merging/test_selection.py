@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from confide.merging.selection import order_statistics, signed_order_statistics
+from confide.merging import selection as module
+from confide.merging.selection import OrderStatistic, order_statistics, signed_order_statistics
 from confide.merging.vectors import CHUNK, Arrays, TaskVectors
 
 
@@ -72,3 +74,46 @@ def test_signed_values_and_several_ranks(data: st.DataObject) -> None:
             if statistic.value != 0:
                 assert statistic.equal == np.sum(model == statistic.value)
                 assert statistic.above == np.sum(model > statistic.value)
+
+
+def sampled(monkeypatch: pytest.MonkeyPatch, models: list[np.ndarray], k: int) -> tuple[list, int]:
+    """What is found where a sample of 1,000 comes first, and how many statistics needed the two passes."""
+    monkeypatch.setattr(module, "_SAMPLE", 1000)
+    monkeypatch.setattr(module, "_BLOCK", 100)
+    slow, plain = [], module._select
+
+    def count(*arguments: Any) -> list[list[OrderStatistic]]:
+        slow.append(1)
+        return plain(*arguments)
+
+    monkeypatch.setattr(module, "_select", count)
+    return select(models, k), len(slow)
+
+
+@pytest.mark.parametrize("case", ["normal", "rounded", "sorted", "zeros", "first", "last"])
+def test_a_sample_changes_nothing(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    rng = np.random.default_rng(3)
+    models = [rng.normal(1, 0.003, size=40_000).astype(np.float32) for _ in range(2)]
+    if case == "rounded":
+        models = [np.round(model, 3) for model in models]
+    if case == "sorted":  # the sample's blocks miss whole ranges of values
+        models = [np.sort(model) for model in models]
+    if case == "zeros":
+        models[1][:39_000] = 0
+    k = {"first": 1, "last": 40_000}.get(case, 32_000)
+    found, slow = sampled(monkeypatch, models, k)
+    assert slow == (case in ("first", "last"))
+    for model, one in zip(models, found, strict=True):
+        value = np.sort(np.abs(model))[k - 1]
+        assert one.value == value
+        assert (one.equal, one.above) == (np.sum(model == value), np.sum(model > value))
+
+
+def test_a_sample_that_misleads_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = np.full(40_000, 3, np.float32)
+    for start in range(0, 20_000, 4000):
+        model[start : start + 100] = 1  # these blocks are the sample's, in both tensors
+        model[20_000 + start : 20_000 + start + 100] = 1
+    found, slow = sampled(monkeypatch, [model], 32_000)
+    assert slow == 1
+    assert found == [OrderStatistic(3.0, 39_000, 0)]

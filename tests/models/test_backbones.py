@@ -14,14 +14,17 @@ from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
     BertForSequenceClassification,
+    BertModel,
     GPT2Config,
     GPT2ForSequenceClassification,
+    RobertaConfig,
+    RobertaModel,
     T5Config,
     T5ForSequenceClassification,
 )
 
 from confide.errors import ModelError
-from confide.models.backbones import load_classifier, load_trained, resolve
+from confide.models.backbones import load_classifier, load_trained, positions_of, resolve
 
 LABELS = ("neg", "pos")
 
@@ -196,3 +199,15 @@ def test_trained_head_must_be_there(tiny_base: Path, tmp_path: Path) -> None:
         load_trained(tmp_path, ("a", "b", "c"))
     with pytest.raises(ModelError, match="no head for 2 labels"):
         load_trained(tiny_base, LABELS)
+
+
+def test_positions_that_are_kept_for_padding_hold_no_token() -> None:
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    roberta = RobertaModel(RobertaConfig(**sizes, vocab_size=20, max_position_embeddings=14, pad_token_id=1))
+    assert positions_of(roberta, 99) == 12
+    ids = torch.full((1, 12), 5)
+    roberta(input_ids=ids)  # so many fit, and one more doesn't
+    with pytest.raises((IndexError, RuntimeError)):
+        roberta(input_ids=torch.full((1, 13), 5))
+    bert = BertModel(BertConfig(**sizes, vocab_size=20, max_position_embeddings=14))
+    assert positions_of(bert, 99) == 14

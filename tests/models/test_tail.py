@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from confide.models.backbones import Classifier, load_classifier, resolve
 from confide.models.tail import Features, Tail, features, supports
+from confide.release.format import Problem
 from confide.tasks.text import Encoded, encode
 
 LABELS = ("a", "b", "c")
@@ -141,6 +142,29 @@ def test_progress_counts_every_record_once(classifier: Classifier, encoded: Enco
     seen: list[int] = []
     features(classifier, encoded, 1, in_parts(encoded), progress=seen.append)
     assert sum(seen) == len(encoded)
+
+
+@pytest.mark.parametrize("first_block", [1, 2, BLOCKS])
+def test_tokens_and_pairs(tiny_base: Path, encoded: Encoded, first_block: int) -> None:
+    """Without a pooler every token's output counts; and the types of a pair's tokens reach the embeddings."""
+    rows = np.arange(len(encoded))
+    types = (np.arange(len(encoded.tokens)) % 3 == 0).astype(np.int8)
+    typed = Encoded(encoded.tokens, encoded.offsets, 0, types)
+    for problem, source in ((Problem(target="tokens"), encoded), (Problem(inputs="pair"), typed)):
+        own = load_classifier(tiny_base, LABELS, seed=1, problem=problem)
+        cached = features(own, source, first_block, in_parts(source))
+        with torch.inference_mode():
+            found = Tail(own, first_block)(**cached.batch(rows))
+            expected = own.model(**source.batch(rows)).logits
+        if problem.target == "tokens":
+            mask = source.batch(rows)["attention_mask"].bool()
+            assert found.shape == (*mask.shape, len(LABELS))
+            found, expected = found[mask], expected[mask]
+        else:
+            with torch.inference_mode():
+                plain_types = own.model(**encoded.batch(rows)).logits
+            assert float((plain_types - expected).abs().max()) > 1e-3
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_only_what_is_known_exactly(tiny_base: Path, make_base) -> None:  # type: ignore[no-untyped-def]

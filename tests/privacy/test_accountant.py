@@ -416,3 +416,25 @@ def test_a_far_cap_changes_nothing_and_a_near_one_costs() -> None:
     near = epsilon(TruncatedPoissonGaussian(0.01, 1.0, 100, 1000, 15), 1e-5)
     assert far.epsilon == pytest.approx(plain.epsilon, abs=1e-6)
     assert near.epsilon > plain.epsilon + 0.1
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        PoissonGaussian(0.01, (1e-300,), 10),
+        PoissonGaussian(0.01, (1e-160, 1.0), 10),
+        PoissonGaussian(0.01, (1e300,), 10),
+        PoissonGaussian(0.01, (1.0,), 10**400),
+        PoissonGaussian(1.0, (5e-324,), 1),
+    ],
+)
+def test_numbers_out_of_all_proportion_claim_nothing(event: PoissonGaussian) -> None:
+    with pytest.raises(PrivacyError):
+        epsilon(event, 1e-6)
+
+
+def test_more_steps_than_the_grid_has_points_take_no_memory() -> None:
+    claim = epsilon(PoissonGaussian(0.01, (1.0,), 10**15), 1e-6)
+    assert claim.accountant.split(" ")[2:4] == ["RDP", "alone:"]
+    assert claim.epsilon_lower is None
+    assert claim.epsilon > 1e10

@@ -401,3 +401,20 @@ def test_an_event_in_which_nothing_was_asked_is_refused() -> None:
     forged = _altered(forged, "spendings", 0, "schedule", to=None)
     with pytest.raises(PrivacyError, match="nothing was asked"):
         check(forged)
+
+
+def test_one_data_set_under_two_spellings_is_never_apart() -> None:
+    both = _merge(_statement("caf\u00e9"), _statement("cafe\u0301"), disjoint=True)
+    assert _claimed(both) == _claimed(_merge(_statement("a"), _statement("a"), disjoint=True))
+    with pytest.raises(PrivacyError, match="can't name a data set"):
+        _statement("a\u200b")
+
+
+def test_a_claim_beside_a_reason_why_there_is_none() -> None:
+    good = _statement()
+    (spending,) = good.spendings
+    said = spending.model_copy(update={"no_claim": "its noise comes from a fixed key"})
+    with pytest.raises(PrivacyError, match="has an event, but says that it claims nothing"):
+        check(good.model_copy(update={"spendings": (said,)}))
+    with pytest.raises(PrivacyError, match="claims something, and says that it doesn't"):
+        check(good.model_copy(update={"no_claim": "none"}))

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from confide.errors import PrivacyError
 from confide.privacy import disjointness
-from confide.privacy.disjointness import groups
+from confide.privacy.disjointness import canonical, check_dataset_name, groups
 
 NAMES = "abcdefg"
 
@@ -53,3 +54,16 @@ def test_nothing_apart_is_one_group() -> None:
     many = [str(number) for number in range(60)]
     assert groups(many, frozenset(), "add-or-remove-one") == (frozenset(many),)
     assert groups(many, frozenset(), "replace-one") == (frozenset(many),)
+
+
+@pytest.mark.parametrize(
+    "name", ["Caf\u00e9 2026", "Cafe\u0301 2026", "CAF\u00c9\u00a02026 ", "\uff23af\u00e9  \uff12026"]
+)
+def test_names_that_look_alike_are_one_data_set(name: str) -> None:
+    assert canonical(name) == "caf\u00e9 2026"
+
+
+@pytest.mark.parametrize("name", ["", "  ", "a\u200b", "a\x1b[8m", "a\n", "a\u202e"])
+def test_names_with_unseen_characters_are_refused(name: str) -> None:
+    with pytest.raises(PrivacyError, match="can't name a data set"):
+        check_dataset_name(name)

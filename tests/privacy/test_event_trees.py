@@ -43,7 +43,7 @@ def _spending(*events: object, schedule: Schedule | None = None) -> Spending:
 
 
 def _statement(spending: Spending) -> Statement:
-    claim, reason = composition._claim((spending,), disjoint=False)
+    claim, reason = composition._claim((spending,))
     return Statement(
         kind="training",
         confide="0",

@@ -129,3 +129,9 @@ def test_an_unknown_kind_is_refused_with_the_number(kind: object) -> None:
 def test_bad_events(make: object, message: str) -> None:
     with pytest.raises(PrivacyError, match=message):
         make()  # type: ignore[operator]
+
+
+def test_effective_noise_of_extreme_and_of_single_queries() -> None:
+    for sigma in (0.7, 1 / 3, 1e-300, 1e300):
+        assert PoissonGaussian(0.1, (sigma,), 1).effective_noise_multiplier == sigma
+    assert PoissonGaussian(0.1, (1e300, 1e300), 1).effective_noise_multiplier == pytest.approx(1e300 / 2**0.5)

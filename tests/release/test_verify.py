@@ -241,3 +241,26 @@ def test_the_ledger(tmp_path: Path, base: Path, save: Save, info: ReleaseInfo, s
     assert "refunded run" in failures(folder, ledger=other.verify())[0]
     alter(folder, "ledger", to=None, key=OWNER)
     assert "names no ledger entry" in failures(folder, ledger=other.verify())[0]
+
+
+def test_what_a_link_hides(release: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    for name in ("extra", "heads"):
+        (release / name).symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+        assert failures(release) == [f"files: {release} holds what is no part of a release: {name}"]
+        (release / name).unlink()
+    (release / "vocab.txt").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    assert failures(release) == [f"files: {release} holds what is no part of a release: vocab.txt"]
+    (release / "vocab.txt").unlink()
+    weights = release / "model.safetensors"
+    weights.rename(tmp_path / "blob")  # as in the hub's cache
+    weights.symlink_to(tmp_path / "blob")
+    assert failures(release) == []
+
+
+def test_a_delta_that_protects_nobody_is_told(release: Path) -> None:
+    alter(release, "claim", "epsilon_lower", to=None)
+    alter(release, "claim", "delta", to=0.5, key=OWNER)
+    _, checks = examine(release)
+    assert results(checks)["claim"] == "note"
+    assert "hardly protects anyone" in details(checks)["claim"]

@@ -94,3 +94,17 @@ def test_similar_lengths_meet() -> None:
     batches = buckets(lengths, np.arange(6), 160)
     assert [sorted(lengths[batch].tolist()) for batch in batches] == [[49, 50, 51], [3, 4, 5]]
     assert buckets(np.empty(0, np.int64), np.empty(0, np.int64), 10) == []
+
+
+def test_a_text_without_a_token_is_refused() -> None:
+    class Bare:
+        pad_token_id = 0
+
+        def num_special_tokens_to_add(self) -> int:
+            return 0
+
+        def __call__(self, texts: list[str], **_: object) -> dict[str, list[list[int]]]:
+            return {"input_ids": [[1] * len(text) for text in texts]}
+
+    with pytest.raises(DataError, match="text 2 is empty"):
+        encode(Bare(), ["ab", "", "c"], 8)

@@ -15,24 +15,39 @@ def evaluate(
     task: Annotated[
         str | None, typer.Option(help="Which head; also which registered test set, without --data.")
     ] = None,
-    data: Annotated[Path | None, typer.Option(help="Labelled file to score on.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Labelled file, or folder of images, to score on.")
+    ] = None,
     text: Annotated[str, typer.Option(help="Column of texts.")] = "text",
+    text_pair: Annotated[str | None, typer.Option(help="Column of second texts, for pairs.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="Column of lists of words; tokens if left out.")] = None,
+    image: Annotated[str | None, typer.Option(help="Column of paths of images; image if left out.")] = None,
     label: Annotated[str, typer.Option(help="Column of labels.")] = "label",
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Score a release on the test records of a registered task, or on a file."""
     from confide import api
+    from confide.tasks.metrics import in_words
 
     model = api.load(release, task=task)
     head = model.head
     records = (
         api.test_records(head)
         if data is None
-        else api.labelled(data, text=text, label=label, labels=head.labels)
+        else api.labelled(
+            data,
+            text=text,
+            label=label,
+            labels=head.labels,
+            text_pair=text_pair,
+            tokens=tokens,
+            image=image,
+            problem=head.problem,
+        )
     )
     value = model.score(records)
     result = {"task": head.task, "metric": head.metric, "score": value, "records": len(records)}
     if json:
         print_json(result)
     else:
-        print(f"{head.task}: {head.metric} {100 * value:.1f} % on {len(records)} records (not noised)")
+        print(f"{head.task}: {in_words(head.metric, value)} on {len(records)} records (not noised)")

@@ -18,6 +18,7 @@ def export(
 ) -> None:
     """Write one task of a merge as a whole model; it claims what the merge claims."""
     from confide.release.export import export as write
+    from confide.release.format import read
 
     statement = write(folder, task, out)
     if json:
@@ -25,7 +26,8 @@ def export(
             {"out": str(out), "claim": statement.claim.model_dump(mode="json") if statement.claim else None}
         )
     else:
+        loader = read(out).only_head().problem.loader
         print(
-            f"Written to {out}; AutoModelForSequenceClassification.from_pretrained({str(out)!r}) loads it, "
+            f"Written to {out}; {loader}.from_pretrained({str(out)!r}) loads it, "
             f"and `confide predict {out}` too."
         )

@@ -9,6 +9,7 @@ import sys
 import typer
 
 from confide.cli import (
+    agree,
     evaluate,
     export,
     keys,
@@ -20,9 +21,11 @@ from confide.cli import (
     privacy,
     purge,
     run,
+    statistics,
     train,
     verify,
 )
+from confide.cli.output import shown
 from confide.errors import ConfideError
 
 _INTERRUPTED = (130, 128 + signal.SIGTERM)
@@ -34,8 +37,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command("agree")(agree.agree)
 app.command("train")(train.train)
 app.command("merge")(merge.merge)
+app.command("statistics")(statistics.statistics)
 app.command("export")(export.export)
 app.command("predict")(predict.predict)
 app.command("evaluate")(evaluate.evaluate)
@@ -67,7 +72,7 @@ def main() -> None:
     except ConfideError as error:
         if os.environ.get("CONFIDE_DEBUG"):
             raise
-        print(f"confide: {error}", file=sys.stderr)
+        print(f"confide: {shown(str(error))}", file=sys.stderr)
         sys.exit(2)
     except SystemExit as end:
         if end.code in _INTERRUPTED:  # typer turns Ctrl-C into the first

@@ -96,6 +96,9 @@ def merge(
     apart = _checked(disjoint_checked, disjoint_date) or disjoint
     signs = None if dry_run else signing_key(key)
     plan = _plan(models, base, operator, parameters, statistics or [], heads, apart)
+    if not json:
+        for difference in plan.disagreements():
+            print(f"Beware: the models weren't trained alike: {difference}.")
     if dry_run:
         return _show(plan, shard, json)
     assert out is not None
@@ -190,6 +193,7 @@ def _show(plan: Plan, shard_size: int, json: bool) -> None:
                 "files": {name: list(tensors) for name, tensors in files.items()},
                 "bytes": sum(line["bytes"] for line in lines),
                 "memory": {"bytes": needed, "for": what},
+                "disagreements": list(plan.disagreements()),
                 "claim": claim.model_dump(mode="json") if claim else None,
                 "no_claim": plan.statement.no_claim,
             }

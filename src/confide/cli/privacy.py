@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from confide.cli.output import print_json
+from confide.cli.output import print_json, shown
 
 if TYPE_CHECKING:
     from confide.privacy.statement import Claim, Statement
@@ -245,20 +245,20 @@ def _print_card(card: Card) -> None:
     console = Console(highlight=False, markup=False)
     console.print(card.title, style="bold")
     console.print(card.headline, style="bold")
-    console.print(card.summary)
+    console.print(shown(card.summary))
     for section in card.sections:
         console.print(f"\n{section.title}", style="bold")
         for paragraph in section.paragraphs:
-            console.print(paragraph)
+            console.print(shown(paragraph))
         for name, said in section.points:
-            console.print(f"- {name}: {said}" if name else f"- {said}")
+            console.print(shown(f"- {name}: {said}" if name else f"- {said}"))
         for table in section.tables:
-            shown = Table(header_style="bold")
+            grid = Table(header_style="bold")
             for position, name in enumerate(table.header):
-                shown.add_column(name, justify="left" if position < table.words else "right", overflow="fold")
+                grid.add_column(name, justify="left" if position < table.words else "right", overflow="fold")
             for row in table.rows:
-                shown.add_row(*row)
-            console.print(shown)
+                grid.add_row(*map(shown, row))
+            console.print(grid)
 
 
 def _as_json(

@@ -9,6 +9,9 @@ from contextlib import contextmanager
 @contextmanager
 def progress_bars(*, show: bool) -> Iterator[Callable[[str, int, int], None]]:
     """A function to call with (what, done, total); what is new gets a bar, what is complete loses it."""
+    if not show:  # rich takes a while to import
+        yield lambda what, done, total: None
+        return
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -20,7 +23,7 @@ def progress_bars(*, show: bool) -> Iterator[Callable[[str, int, int], None]]:
     )
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not show) as bars:
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         known: dict[str, TaskID] = {}
 
         def advance(what: str, done: int, total: int) -> None:

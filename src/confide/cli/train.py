@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import sys
 from collections.abc import Mapping
 from contextlib import closing
@@ -16,6 +15,7 @@ from confide.cli.keys import Key, signed, signing_key
 from confide.cli.output import print_json
 from confide.cli.plan import print_plan
 from confide.cli.progress import progress_bars
+from confide.cli.train_options import read_options, stored
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -35,13 +35,25 @@ def train(
     base: Annotated[
         str | None, typer.Option(help="Public base: a folder, a Hugging Face id or package:NAME.")
     ] = None,
-    data: Annotated[Path | None, typer.Option(help="CSV, TSV, JSON Lines or Parquet file.")] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="CSV, TSV, JSON Lines or Parquet file; or a folder of images for each class."),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write; must not exist.")] = None,
     dataset: Annotated[
         str | None, typer.Option(help="Name of the data set, by which its spending is told apart.")
     ] = None,
     text: Annotated[str, typer.Option(help="Column of texts.")] = "text",
+    text_pair: Annotated[str | None, typer.Option(help="Column of second texts, for pairs.")] = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="Column of lists of words, each with a label of its own.")
+    ] = None,
+    image: Annotated[str | None, typer.Option(help="Column of paths of images.")] = None,
+    image_size: Annotated[int, typer.Option(help="Side that images are resized to, in pixels.")] = 224,
     label: Annotated[str, typer.Option(help="Column of labels.")] = "label",
+    label_range: Annotated[
+        str | None, typer.Option(help="LOW,HIGH: labels are numbers between these; public.")
+    ] = None,
     labels: Annotated[
         str | None, typer.Option(help="Class names, comma-separated, in the order of the logits.")
     ] = None,
@@ -66,14 +78,38 @@ def train(
     ] = None,
     expected_batch: Annotated[int | None, typer.Option(help="B, mean size of a draw.")] = None,
     steps: Annotated[int | None, typer.Option(help="Noisy steps.")] = None,
+    optimizer: Annotated[Literal["adamw", "sgd"], typer.Option(help="Over the noisy gradients.")] = "adamw",
     learning_rate: Annotated[float | None, typer.Option(help="Of the encoder, at the first step.")] = None,
     head_learning_rate: Annotated[float | None, typer.Option(help="Of the head.")] = None,
+    decay: Annotated[
+        Literal["constant", "linear", "cosine"], typer.Option(help="Of both learning rates.")
+    ] = "linear",
+    warmup: Annotated[int, typer.Option(help="Steps in which both rates rise from 0 first.")] = 0,
+    weight_decay: Annotated[float, typer.Option(help="Decoupled, to 0; only without an anchor.")] = 0.0,
+    bias_correction: Annotated[
+        float, typer.Option(help="Subtract the noise from AdamW's second moment, down to this; 0 doesn't.")
+    ] = 0.0,
+    clipping: Annotated[
+        Literal["flat", "normalised", "per-role", "adaptive"],
+        typer.Option(help="How a unit's gradient is bounded."),
+    ] = "flat",
     clipping_bound: Annotated[float | None, typer.Option(help="C.")] = None,
+    head_share: Annotated[float, typer.Option(help="Of per-role: the head's share of C².")] = 0.5,
+    clipping_quantile: Annotated[
+        float, typer.Option(help="Of adaptive: share of the gradients to leave unclipped.")
+    ] = 0.5,
+    clipping_rate: Annotated[float, typer.Option(help="Of adaptive: how fast C follows.")] = 0.2,
+    count_noise: Annotated[
+        float | None, typer.Option(help="Of adaptive: noise on the number of unclipped units.")
+    ] = None,
     ascent: Annotated[
         Literal["none", "paired", "fresh", "lagged"] | None,
         typer.Option(help="The method's own if left out."),
     ] = None,
     ascent_radius: Annotated[float | None, typer.Option(help="ρ.")] = None,
+    ascent_noise_ratio: Annotated[
+        float, typer.Option(help="Noise of the ascent's query over the descent's.")
+    ] = 1.0,
     anchor: Annotated[float | None, typer.Option(help="λ of the pull to the base.")] = None,
     variant: Annotated[
         Literal[
@@ -109,6 +145,9 @@ def train(
     record_weight: Annotated[
         Literal["residual", "none"], typer.Option(help="How the stream of experts weighs records.")
     ] = "residual",
+    anchor_form: Annotated[
+        Literal["coupled", "decoupled"], typer.Option(help="Through the optimizer, or beside it.")
+    ] = "coupled",
     unit: Annotated[
         str | None, typer.Option(help="Column that says whose row it is; the claim is then per unit.")
     ] = None,
@@ -116,9 +155,28 @@ def train(
     test_size: Annotated[float, typer.Option(help="Share of units kept for testing.")] = 0.2,
     test_data: Annotated[Path | None, typer.Option(help="A test file instead.")] = None,
     metric: Annotated[
-        Literal["accuracy", "macro-f1"], typer.Option(help="Score on the test part.")
-    ] = "accuracy",
+        Literal["accuracy", "macro-f1", "pearson", "spearman", "rmse"] | None,
+        typer.Option(help="Score on the test part; accuracy for classes, pearson for numbers if left out."),
+    ] = None,
+    publish_accuracy: Annotated[
+        float | None,
+        typer.Option(help="Release the test accuracy with this much noise, in test units; charged."),
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="About how much the process may take, such as 8GiB.")
+    ] = None,
     max_length: Annotated[int, typer.Option(help="Tokens of a text; longer ones are cut.")] = 64,
+    release_statistics: Annotated[
+        Literal["grams", "fisher"] | None,
+        typer.Option(help="Release them with the weights, noised, for regmean or fisher; a charged query."),
+    ] = None,
+    statistics_noise: Annotated[float, typer.Option(help="σ of that query.")] = 5.0,
+    statistics_bound: Annotated[
+        float | None, typer.Option(help="R: a unit's statistics have norm R² at most; public if left out.")
+    ] = None,
+    agreement: Annotated[
+        Path | None, typer.Option(help="File of `confide agree`; what contradicts it is refused.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of initial weights and the split, not of noise.")] = 0,
     simulate: Annotated[
         int | None,
@@ -138,7 +196,7 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be spent, and stop.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Fine-tune a classifier on your own records under differential privacy."""
+    """Fine-tune a model on your own records under differential privacy."""
     from confide.errors import ConfigError
 
     options = {name: value for name, value in locals().items() if name in _OPTIONS}
@@ -154,28 +212,30 @@ def train(
         raise ConfigError(f"Missing option --{needed[0]}")
     if out.exists():
         raise ConfigError(f"{out} exists already; choose another --out or remove it first")
-    settings, records, model = _read(options)
+    settings, records, model = read_options(options, _OPTIONS)
     if dry_run:
+        from confide.finetune.agreement import agreed
         from confide.finetune.plan import measure, trained_parameters
         from confide.finetune.run import plan, public_units
         from confide.models.backbones import load_classifier
         from confide.privacy.plan import plan as foresee
 
-        classifier = load_classifier(model.folder, records.labels, settings.seed)
+        agreed(settings, records, model.identity, model.folder)
+        classifier = load_classifier(model.folder, records.labels, settings.seed, records.problem)
         adapted, schedule, planned = plan(records, classifier, settings)
         count = public_units(records, settings)
         foreseen = foresee(schedule, count, planned, trained_parameters(adapted, schedule))
         rows = records.train.units.rows_per_unit
-        cost = measure(adapted, schedule, count, settings.max_length, rows)
+        cost = measure(adapted, schedule, count, settings.max_length, rows, settings.memory)
         print_plan(foreseen, cost, json=json)
         return
     from confide.finetune.folder import RunFolder
 
     signs = signing_key(key)  # before anything is spent
-    book = _ledger(options)
+    book = _ledger(options, settings)
     # The folder comes before the charge: one that can't be written must not cost a budget.
     folder = RunFolder(out)
-    with closing(folder.begin(_stored(options), checkpoint_every)) as unfinished:
+    with closing(folder.begin(stored(options), checkpoint_every)) as unfinished:
         _train(folder, unfinished, options, settings, records, model, book, signs, json=json)
 
 
@@ -186,86 +246,12 @@ _OPTIONS: dict[str, Any] = {
 }
 """What defines a run, with the defaults."""
 
-_EXPERTS = {
-    "variant": "variant",
-    "layer": "layer",
-    "public": "public",
-    "shared_share": "shared_share",
-    "expert_steps": "steps",
-    "expert_learning_rate": "learning_rate",
-    "expert_clipping": "clipping",
-    "expert_clipping_bound": "clipping_bound",
-    "record_weight": "record_weight",
-}
-"""Option → key of the settings of experts."""
 
-
-def _read(options: Mapping[str, Any]) -> tuple[Settings, TaskData, PublicBase]:
-    """Settings, records and base, from the files that the options name."""
-    from confide.errors import ConfigError
-    from confide.finetune.run import PublicBase
-    from confide.finetune.settings import Settings
-    from confide.tasks.files import read_task
-
-    given = {name: options[name] for name in Settings.model_fields if name in options}
-    given["delta"] = _number_or_rule(options["delta"])
-    given["trainable"] = {"kind": options["trainable"], "rank": options["rank"]}
-    if options["blocks"] is not None:
-        given["trainable"]["blocks"] = options["blocks"]
-    experts = {key: options[option] for option, key in _EXPERTS.items() if options[option] is not None}
-    if "public" in experts:
-        experts["public"] = str(Path(experts["public"]).absolute())  # the same when the run goes on
-    if options["method"] == "raptor":
-        given["experts"] = {**experts, "rank": options["rank"]}
-    elif changed := [option for option in _EXPERTS if options[option] != _OPTIONS[option]]:
-        raise ConfigError(f"--{changed[0].replace('_', '-')} belongs to --method raptor")
-    settings = Settings.of(
-        {key: value for key, value in given.items() if value is not None},
-        spell=_spell,
-    )
-    labels = options["labels"]
-    records = read_task(
-        Path(options["data"]),
-        text=options["text"],
-        label=options["label"],
-        labels=labels.split(",") if labels is not None else None,
-        name=options["task"] or options["dataset"],
-        unit=options["unit"],
-        rows_per_unit=options["rows_per_unit"],
-        test_size=options["test_size"],
-        test_file=Path(options["test_data"]) if options["test_data"] else None,
-        seed=options["seed"],
-        metric=options["metric"],
-    )
-    return settings, records, PublicBase.of(options["base"])
-
-
-def _spell(key: str) -> str:
-    """The option that sets a key of the settings."""
-    section, _, last = key.rpartition(".")
-    own = {key: option for option, key in _EXPERTS.items()}
-    return "--" + (own.get(last, last) if section == "experts" else last).replace("_", "-")
-
-
-def _ledger(options: Mapping[str, Any]) -> Ledger | None:
+def _ledger(options: Mapping[str, Any], settings: Settings) -> Ledger | None:
     from confide.cli.ledger import ledger_for_training
 
-    noisy = "non-private" not in (options["method"], options["variant"])
-    claims = noisy and options["simulate"] is None
+    claims = settings.private and options["simulate"] is None
     return ledger_for_training(options["ledger"]) if claims else None
-
-
-def _stored(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as JSON values that mean the same from any folder."""
-    paths = {name: str(value.absolute()) for name, value in options.items() if isinstance(value, Path)}
-    stored = {**options, **paths}
-    if Path(options["base"]).expanduser().is_dir():
-        stored["base"] = str(Path(options["base"]).expanduser().absolute())
-    if options["ledger"] not in (None, "none") and "://" not in options["ledger"]:
-        stored["ledger"] = str(Path(options["ledger"]).expanduser().absolute())
-    if options["key"] not in (None, "none"):
-        stored["key"] = str(Path(options["key"]).expanduser().absolute())
-    return stored
 
 
 def _go_on(path: Path, *, json: bool) -> None:
@@ -285,8 +271,18 @@ def _go_on(path: Path, *, json: bool) -> None:
         options = folder.options()
         unfinished.every = options["checkpoint_every"]
         signs = signing_key(options["key"])
-        settings, records, model = _read(options)
-        _train(folder, unfinished, options, settings, records, model, _ledger(options), signs, json=json)
+        settings, records, model = read_options(options, _OPTIONS)
+        _train(
+            folder,
+            unfinished,
+            options,
+            settings,
+            records,
+            model,
+            _ledger(options, settings),
+            signs,
+            json=json,
+        )
 
 
 def _train(
@@ -354,26 +350,14 @@ def _summary(result: FineTuned, out: Path, score: float, signs: Ed25519PrivateKe
         "metric": result.prepared.task.metric,
         "score": score,
         "score_is_private": False,
+        "published": [number.model_dump() for number in statement.published],
     }
-
-
-def _number_or_rule(delta: str) -> float | str:
-    from confide.errors import ConfigError
-
-    if delta in ("auto", "1/n", "n^-1.1"):
-        return delta
-    try:
-        value = float(delta)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < 1:
-        raise ConfigError(f"--delta: a number between 0 and 1, auto, 1/n or n^-1.1, not {delta}")
-    return value
 
 
 def _show(result: FineTuned, statement: Statement, summary: dict[str, Any], score: float) -> None:
     from confide.privacy.calibration import delta_warning
     from confide.privacy.words import describe
+    from confide.tasks.metrics import in_words
 
     for line in describe(result.statement):
         print(line)
@@ -383,7 +367,7 @@ def _show(result: FineTuned, statement: Statement, summary: dict[str, Any], scor
     print(signed(statement))
     task = result.prepared.task
     print(
-        f"{summary['metric']} on {len(task.test)} test records: {100 * score:.1f} %. "
+        f"On {len(task.test)} test records: {in_words(task.metric, score)}. "
         "This number is not noised: it is for you, and no part of the release."
     )
     print(

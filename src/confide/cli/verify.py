@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from confide.cli.output import print_json
+from confide.cli.output import print_json, print_table
 
 if TYPE_CHECKING:
     from confide.privacy.chain import Entry
@@ -30,6 +30,18 @@ def verify(
         str | None,
         typer.Option(help="A ledger, or what `confide ledger export` wrote: the runs must be charged in it."),
     ] = None,
+    inputs: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--input",
+            help="A model that was merged. With all of them and --base, some tensors are merged again.",
+        ),
+    ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(help="The public base of the --input models: a folder, hub id or package:NAME."),
+    ] = None,
+    sample: Annotated[int, typer.Option(min=1, help="How many tensors to merge again, drawn at random.")] = 5,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Check a release: files, claim and signatures, also those of what was merged."""
@@ -41,6 +53,8 @@ def verify(
     for file in trusted or ():
         names |= read_trusted(file)
     statement, checks = examine(folder, names, _entries(ledger) if ledger is not None else None)
+    if inputs or base:
+        checks = (*checks, _rederived(folder, inputs or [], base, sample))
     failed = [check for check in checks if check.result == "failed"]
     if json:
         print_json(
@@ -52,7 +66,8 @@ def verify(
             }
         )
     else:
-        _print(folder, checks)
+        rows = [(check.what, check.result, check.detail) for check in checks]
+        print_table(str(folder), ("what", "result", "detail"), rows, words=3)
     if failed:
         raise ReleaseError(f"{folder} is not what it claims to be: {failed[0].what}: {failed[0].detail}")
     if not json:
@@ -61,6 +76,26 @@ def verify(
             "Arithmetic and integrity were checked. That noise was added can't be seen: "
             + ("it is asserted by who signed." if signed else "nobody signed, so nobody asserts it.")
         )
+
+
+def _rederived(folder: Path, inputs: list[Path], base: str | None, sample: int) -> Check:
+    """Whether some tensors of a merge come out of its inputs again."""
+    from confide.errors import ConfideError, ConfigError
+    from confide.merging.verify import rederive
+    from confide.models.backbones import resolve
+    from confide.release.verify import Check
+
+    if base is None or not inputs:
+        raise ConfigError("to merge tensors again, give both --base and every model as --input")
+    try:
+        found = rederive(folder, inputs, resolve(base), sample)
+    except ConfideError as error:
+        return Check("tensors", "failed", str(error))
+    if found.differing:
+        return Check("tensors", "failed", f"merged again, {', '.join(found.differing)} came out different")
+    return Check(
+        "tensors", "ok", f"{len(found.checked)} of {found.of}, drawn at random, came out the same again"
+    )
 
 
 def _entries(source: str) -> tuple[Entry, ...]:
@@ -75,16 +110,3 @@ def _entries(source: str) -> tuple[Entry, ...]:
     if Path(source).suffix == ".json":
         return chain.read_export(Path(source))
     return Ledger.open(source).verify()
-
-
-def _print(folder: Path, checks: tuple[Check, ...]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=str(folder), title_justify="left", header_style="bold")
-    table.add_column("what", no_wrap=True)
-    table.add_column("result", no_wrap=True)
-    table.add_column("detail", overflow="fold")
-    for check in checks:
-        table.add_row(check.what, check.result, check.detail)
-    Console().print(table)

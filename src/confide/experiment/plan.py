@@ -48,10 +48,31 @@ class TaskPlan(BaseModel):
 
 
 class MergePlan(BaseModel):
-    """A merge operator and its parameters."""
+    """A merge operator and its parameters; `name` tells two merges by one operator apart."""
 
     operator: str
     parameters: dict[str, Any] = {}
+    name: str | None = None
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @property
+    def label(self) -> str:
+        """What rows and folders call it."""
+        return self.name or self.operator
+
+
+class PublicText(BaseModel):
+    """Text that anybody may have, for operators that need statistics.
+
+    Attributes:
+        corpus: a file with one text a line, or `brown`: sentences of the Brown corpus in genres that the task
+            `brown-genre` doesn't use.
+        texts: at most this many, picked at random with seed 0.
+    """
+
+    corpus: str
+    texts: int = Field(default=1000, gt=0)
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -67,6 +88,7 @@ class Plan(BaseModel):
         methods: by name, each with what differs from `settings`. `method` may be given where the name
             isn't one, so that ablations can be listed.
         merges: operators to merge each method's models with.
+        statistics: public text for operators that need statistics.
         seeds: of initial weights; noise and sampling are fresh in every run.
     """
 
@@ -78,6 +100,7 @@ class Plan(BaseModel):
     pretrained: dict[str, Any] | None = None
     methods: dict[str, dict[str, Any]] = {}
     merges: tuple[MergePlan, ...] = ()
+    statistics: PublicText | None = None
     seeds: tuple[int, ...] = Field(default=(0,), min_length=1)
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -85,7 +108,7 @@ class Plan(BaseModel):
     @model_validator(mode="after")
     def _names_are_unique(self) -> Plan:
         _refuse_twins("tasks have the name", [task.name for task in self.tasks])
-        _refuse_twins("merges have the operator", [merge.operator for merge in self.merges])
+        _refuse_twins("merges have the name", [merge.label for merge in self.merges])
         _refuse_twins("seeds are", [str(seed) for seed in self.seeds])
         if "pretrained" in self.methods:
             raise ValueError("`pretrained` is a key of its own, beside `methods`")
@@ -107,6 +130,7 @@ class Plan(BaseModel):
             if "trainable" in own:
                 raise ConfigError("pretrained trains the head alone, so it takes no `trainable`")
             own["trainable"] = {"kind": "head"}
+            own.setdefault("release_statistics", None)  # a head alone has nothing to merge
         else:
             own = {"method": method, **self.methods[method]}
         try:
@@ -115,7 +139,11 @@ class Plan(BaseModel):
             raise ConfigError(f"method {method!r}: {error}") from None
 
 
-_NESTED: dict[int | str, type[BaseModel]] = {"tasks": TaskPlan, "merges": MergePlan}
+_NESTED: dict[int | str, type[BaseModel]] = {
+    "tasks": TaskPlan,
+    "merges": MergePlan,
+    "statistics": PublicText,
+}
 
 
 def read(path: Path, *, fast: bool = False) -> Plan:
@@ -149,15 +177,15 @@ def read(path: Path, *, fast: bool = False) -> Plan:
             f"{path}: methods have max_length {sorted(lengths)}; texts are encoded once for all of them, so "
             "put one max_length into settings"
         )
-    for name in [*(task.name for task in plan.tasks), *plan.methods]:
+    for name in [*(task.name for task in plan.tasks), *plan.methods, *(m.label for m in plan.merges)]:
         check_task_name(name)  # each becomes a folder
     for merge in plan.merges:
         operator = find(merge.operator)
         operator.settings(merge.parameters)
-        if operator.needs:
+        if operator.needs and plan.statistics is None:
             raise ConfigError(
-                f"{path}: operator {operator.name} needs {operator.needs} of each model, which a study "
-                "doesn't compute; use `confide merge --statistics`"
+                f"{path}: operator {operator.name} needs {operator.needs} of each model: name public text "
+                "under statistics, such as {corpus: public.txt}"
             )
     return plan
 

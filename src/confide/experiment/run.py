@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -15,16 +15,21 @@ import numpy as np
 
 from confide import files
 from confide.errors import ConfigError
+from confide.experiment.merges import (
+    merge_models,
+    merged_folder,
+    model_folder,
+    public_texts,
+    score_merge,
+)
 from confide.experiment.plan import MergePlan, Plan, TaskPlan
-from confide.finetune.experts import public_texts
+from confide.finetune.experts import routing_texts
 from confide.finetune.methods import schedule
-from confide.finetune.prepare import Prepared, Progress, score_test
+from confide.finetune.prepare import Prepared, Progress
 from confide.finetune.run import FineTuned, PublicBase, adapted_for, finetune, prepare, public_units
 from confide.finetune.settings import Settings
 from confide.geometry.drift import folder_drift
-from confide.merging.merge import merge
 from confide.models.backbones import load_classifier
-from confide.models.releases import load_release
 from confide.privacy.composition import compose, per_dataset
 from confide.privacy.statement import Claim, Statement
 from confide.privacy.words import round_up
@@ -78,7 +83,7 @@ def run(
         ConfigError: `out` holds a study already.
         DataError: two tasks share a record although the plan declares them disjoint.
     """
-    for folder in (out / "models", out / "merged", out / "report"):
+    for folder in (out / "models", out / "merged", out / "statistics", out / "report"):
         if folder.exists():
             raise ConfigError(
                 f"{out} holds a study already ({folder.name}/); choose another --out or remove it"
@@ -87,6 +92,7 @@ def run(
     tasks = [load_task(task) for task in plan.tasks]
     if plan.disjoint:
         check_disjoint(tasks)
+    texts = public_texts(plan.statistics, tasks) if plan.statistics else ()
     base = PublicBase.of(plan.base)
     _check_before_training(plan, tasks, base)
     files.write_text(out / "private" / "README.txt", _PRIVATE)  # a folder that can't be written costs nothing
@@ -115,7 +121,7 @@ def run(
     merges = [(m, s, operator) for m, s in runs if m != PRETRAINED for operator in plan.merges]
     for count, (method, seed, operator) in enumerate(merges):
         progress("merges scored", count, len(merges))
-        rows.append(_merge_and_score(plan, out, base, prepared, seen, method, seed, operator, key))
+        rows.append(_merge_and_score(plan, out, base, prepared, texts, seen, method, seed, operator, key))
     progress("merges scored", len(merges), len(merges))
     return Study(
         title=plan.title,
@@ -165,13 +171,8 @@ def _check_before_training(plan: Plan, tasks: list[TaskData], base: PublicBase) 
         adapted = adapted_for(tasks[0], load_classifier(base.folder, tasks[0].labels, 0), settings)
         for task in tasks:
             if settings.method == "raptor":
-                public_texts(settings.experts, task)
+                routing_texts(settings.experts, task)
             schedule(settings, adapted, public_units(task, settings), task.train.units.name)
-
-
-def model_folder(out: Path, method: str, seed: int, task: str) -> Path:
-    """Where a study puts a task model's release."""
-    return out / "models" / method / f"seed-{seed}" / task
 
 
 def _methods(plan: Plan) -> list[str]:
@@ -197,30 +198,26 @@ def _merge_and_score(
     out: Path,
     base: PublicBase,
     prepared: Mapping[str, Prepared],
+    texts: Sequence[str],
     seen: _Seen,
     method: str,
     seed: int,
     operator: MergePlan,
     key: Ed25519PrivateKey | None,
 ) -> Row:
-    folder = out / "merged" / f"{method}-{operator.operator}-seed-{seed}"
-    report = merge(
-        [model_folder(out, method, seed, name) for name in prepared],
-        base=base.folder,
-        operator=operator.operator,
-        parameters=operator.parameters,
-        out=folder,
+    folder = merged_folder(out, method, seed, operator)
+    report = merge_models(
+        {name: model_folder(out, method, seed, name) for name in prepared},
+        operator,
+        folder,
+        base=base,
         disjoint=plan.disjoint is not None,
+        texts=texts,
+        statistics=out / "statistics" / method / f"seed-{seed}",
         key=key,
     )
-    scores = {name: _score_merged(folder, task, seen.first_blocks[method]) for name, task in prepared.items()}
-    return _row(method, operator.operator, seed, scores, report.statement.claim)
-
-
-def _score_merged(folder: Path, prepared: Prepared, first_block: int) -> float:
-    """Score one task of a merge; blocks that no model trained are the base's and their outputs at hand."""
-    classifier, _ = load_release(folder, prepared.task.name)
-    return score_test(prepared, classifier, first_block)
+    scores = score_merge(folder, prepared, seen.first_blocks[method])
+    return _row(method, operator.label, seed, scores, report.statement.claim)
 
 
 def _row(method: str, operator: str, seed: int, scores: dict[str, float], claim: Claim | None) -> Row:

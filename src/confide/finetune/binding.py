@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from confide.finetune.experts import BoundExperts
+from confide.gradients import losses
 from confide.models.adapters import Adapted, lora_factors, lora_scale
 from confide.privacy.units import UnitMap
 
@@ -23,13 +24,14 @@ class Binding:
 
     Attributes:
         module: whose forward is differentiated; holds every trained parameter.
-        forward: batch → logits (rows, classes), through `module`.
+        forward: batch → outputs, through `module`; (rows, classes) for classes.
         parameters: trained parameters by name.
         batch: row numbers → inputs.
         micro_batches: (rows, their units' positions) → parts that fit in memory, no unit split.
-        labels: (rows,) class numbers. Private.
+        labels: (rows, …) what `loss` compares the outputs with. Private.
         units: which rows belong to which unit.
         anchor_gradient: names → gradient of ‖w − w₀‖² at the current weights, by name.
+        loss: (outputs, labels) of some rows → (rows,) losses, each of its own row alone.
         experts: those among the parameters, with the records' owners; None for a dense model.
     """
 
@@ -41,6 +43,7 @@ class Binding:
     labels: Tensor
     units: UnitMap
     anchor_gradient: Callable[[tuple[str, ...]], dict[str, Tensor]]
+    loss: Callable[[Tensor, Tensor], Tensor] = losses.classification
     experts: BoundExperts | None = None
 
 

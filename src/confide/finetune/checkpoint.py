@@ -208,9 +208,9 @@ class Unfinished:
         folder = self._latest()
         if folder is None:
             return None
-        value = _json(folder / _STATE)
         advice = f"remove {folder}, and the run is replayed from its first step, with the same noise"
         try:
+            value = _json(folder / _STATE, advice)
             if value["run"] != run:
                 raise ResumeError(f"{folder} belongs to another run; {advice}")
             if file_hash(folder / _TENSORS) != value["tensors"]:
@@ -221,9 +221,12 @@ class Unfinished:
             raise ResumeError(f"{folder} is damaged; {advice}") from None
 
     def steps_run(self) -> dict[str, int]:
-        """Steps of each stream up to the last checkpoint; more may have run."""
+        """Steps of each stream up to the last checkpoint that can be read; more may have run."""
         folder = self._latest()
-        return dict(_json(folder / _STATE)["steps_run"]) if folder else {}
+        try:
+            return dict(_json(folder / _STATE)["steps_run"]) if folder else {}
+        except (ResumeError, KeyError, TypeError, ValueError):
+            return {}
 
     def after_step(self, run: str, state: Callable[[], State]) -> None:
         """Write a checkpoint if the last one is old enough; the one before goes when the new one is whole.
@@ -278,12 +281,12 @@ def _owners_hash(owner: npt.NDArray[np.int64]) -> str:
     return hashlib.sha256(owner.astype("<i8").tobytes()).hexdigest()
 
 
-def _json(file: Path) -> dict[str, Any]:
+def _json(file: Path, advice: str = "the run can't go on from it") -> dict[str, Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
         schema = value["schema"]
     except (OSError, ValueError, KeyError, TypeError):
-        raise ResumeError(f"{file} is truncated or was changed, so the run can't go on from it") from None
+        raise ResumeError(f"{file} is truncated or was changed; {advice}") from None
     if schema != SCHEMA:
         raise ResumeError(
             f"{file} is of schema {schema}, and this confide reads {SCHEMA}; go on with the confide that "

@@ -40,13 +40,15 @@ def fingerprint(
         folder: of the base.
         key: the run's sampling key; records are hashed under it.
     """
+    # An agreement is compared by its content, wherever the file lies (`finetune.run`).
+    chosen = settings.model_dump(mode="json", exclude={"agreement"})
     return {
         "records": _keyed(key, _records(prepared)),
         "tokens": _keyed(key, prepared.tokens()),
         "dataset": dataset,
         "base": f"{base.name} ({base.hash})",
         "base's config.json": file_hash(folder / "config.json"),
-        **{name: json.dumps(value) for name, value in settings.model_dump(mode="json").items()},
+        **{name: json.dumps(value) for name, value in chosen.items()},
         "simulate": str(simulate),
         **{f"the version of {name}": version(name) for name in _PACKAGES},
         "the number of threads (OMP_NUM_THREADS)": str(torch.get_num_threads()),
@@ -74,12 +76,11 @@ def difference(began: Mapping[str, str], now: Mapping[str, str]) -> str | None:
 def _records(prepared: Prepared) -> Iterator[bytes]:
     task = prepared.task
     yield json.dumps([task.name, task.labels, task.labels_from, task.metric]).encode()
+    yield task.problem.model_dump_json().encode()
     for records in (task.train, task.test):
         units = records.units
         yield json.dumps([len(records), units.name, units.count, units.rows_per_unit]).encode()
-        yield records.labels.tobytes()
-        yield units.unit_of_row.tobytes()
-        yield from (text.encode(errors="surrogatepass") for text in records.texts)
+        yield from records.content()
 
 
 def _keyed(key: Key, parts: Iterator[bytes]) -> str:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from confide.errors import ModelError, PrivacyError
+from confide.errors import ModelError
 from confide.finetune.binding import Binding
 from confide.finetune.experts import UNCLIPPED, announce, engine_of
+from confide.finetune.optimizers import optimizer_of, rate_at
+from confide.gradients.clipping import next_bound
 from confide.gradients.engine import Engine
 from confide.gradients.expert_engine import ExpertEngine
 from confide.gradients.keys import Keys
@@ -30,13 +31,22 @@ Units = npt.NDArray[np.int64]
 
 @dataclass
 class StepRecord:
-    """What one step of one stream looked like, record weights included. Private: un-noised."""
+    """What one step of one stream looked like, record weights included. Private: un-noised.
+
+    Attributes:
+        units: that were drawn.
+        clipped: share of them whose gradient was longer than the bound.
+        bound: C of this step; `adaptive` moves it.
+        unclipped: number of units whose gradient was no longer.
+    """
 
     stream: str
     step: int
     units: int
     loss: float
     clipped: float
+    bound: float
+    unclipped: int = 0
 
 
 @dataclass
@@ -55,8 +65,9 @@ class State:
 
     Attributes:
         step: steps done.
-        tensors: trained weights (`weights/NAME`), the optimizer's (`optimizer/KEY/NAME`), and the last noisy
-            gradient of `lagged` ascents (`gradient/NAME`).
+        tensors: trained weights (`weights/NAME`), the optimizer's (`optimizer/KEY/NAME`), the last noisy
+            gradient of `lagged` ascents (`gradient/NAME`), and the bound of `adaptive` clipping
+            (`bound/STREAM`).
         history: so far. Private.
     """
 
@@ -92,14 +103,7 @@ def train(
 
     Raises:
         ModelError: a parameter of the schedule is not bound, or can't be clipped exactly.
-        PrivacyError: a stream clips adaptively.
     """
-    for stream in schedule.streams:
-        if stream.clipping.rule == "adaptive":
-            raise PrivacyError(
-                f"stream {stream.name!r} clips adaptively, which can be priced, but not trained yet; clip by "
-                "`flat` or `normalised`"
-            )
     unbound = [name for name in schedule.parameters if name not in binding.parameters]
     if unbound:
         raise ModelError(f"the schedule trains {unbound[0]}, which the model does not have")
@@ -151,26 +155,46 @@ class _StreamRunner:
         self.keys = keys
         self.parameters = {name: binding.parameters[name] for name in stream.parameters}
         self.engine = engine_of(binding.module, binding.experts, stream, self.parameters)
+        self.clipping = stream.clipping  # with this step's bound
+        self.noise_variance = 0.0  # of each value of `gradient`
         self.gradient: dict[str, Tensor] = {}
-        self.optimizer = _optimizer(stream, self.parameters)
+        self.optimizer = optimizer_of(stream, self.parameters)
 
     def query(self, step: int) -> StepRecord:
         """Fill `gradient` with this step's noisy mean gradient."""
         stream = self.stream
-        record = StepRecord(stream.name, step, 0, 0.0, 0.0)
+        record = StepRecord(stream.name, step, 0, 0.0, 0.0, self.clipping.bound)
         drawn = self._draw(stream.draw, step)
         direction = self._ascent_direction(step, drawn)
         with _moved(self.parameters, direction, stream.ascent_radius):
             self.gradient = self._noisy_mean(drawn, step, "descent", stream.noise_multiplier, record)
+        self.noise_variance = (stream.noise_multiplier * self.clipping.bound / stream.denominator) ** 2
+        if self.clipping.rule == "adaptive":
+            self._adapt(step, record)
         return record
+
+    def _adapt(self, step: int, record: StepRecord) -> None:
+        """Move the bound by the noisy share of units within it; one query, on the descent's gradients.
+
+        Each unit counts ±½; one whose gradient isn't finite counts as longer.
+        """
+        assert self.clipping.count_noise is not None
+        self.report()
+        generator = self.keys.noise.generator(self.stream.name, step, "count")
+        count = torch.tensor([record.unclipped - record.units / 2], dtype=torch.float64)
+        noisy = float(add_noise({"count": count}, self.clipping.count_noise, generator)["count"])
+        share = noisy / self.stream.denominator + 0.5
+        bound = next_bound(self.stream.clipping, self.clipping.bound, share)
+        self.clipping = replace(self.clipping, bound=bound)
 
     def update(self, step: int) -> None:
         """Anchor, then the optimizer; everything here is post-processing."""
         stream = self.stream
-        rate = 1 - step / stream.steps if stream.decay == "linear" else 1.0
+        rate = rate_at(stream, step)
         keep = stream.ascent == "lagged"  # the next step's direction
         for group, planned in zip(self.optimizer.param_groups, stream.groups, strict=True):
             group["lr"] = planned.learning_rate * rate
+            group["noise_variance"] = self.noise_variance  # read by bias correction alone
             for name in planned.parameters:
                 gradient = self.gradient[name].clone() if keep else self.gradient.pop(name)
                 self.parameters[name].grad = gradient
@@ -194,6 +218,8 @@ class _StreamRunner:
                 yield f"optimizer/{key}/{name}", value
             if name in self.gradient:
                 yield f"gradient/{name}", self.gradient[name]
+        if self.clipping.rule == "adaptive":
+            yield f"bound/{self.stream.name}", torch.tensor(self.clipping.bound, dtype=torch.float64)
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
         """Continue from what `tensors` gave."""
@@ -205,6 +231,8 @@ class _StreamRunner:
                     self.optimizer.state[self.parameters[name]][key] = value.clone()
             elif kind == "weights" and name in self.parameters:
                 self.parameters[name].data.copy_(value)
+            elif kind == "bound" and name == self.stream.name:
+                self.clipping = replace(self.clipping, bound=float(value))
         # In this order the norm of a direction is summed.
         kept = {name: f"gradient/{name}" for name in self.parameters}
         self.gradient = {name: tensors[key].clone() for name, key in kept.items() if key in tensors}
@@ -242,7 +270,7 @@ class _StreamRunner:
         if sigma:
             self.report()
             generator = self.keys.noise.generator(self.stream.name, step, query)
-            sums = add_noise(sums, sigma * self.stream.clipping.bound, generator)
+            sums = add_noise(sums, sigma * self.clipping.bound, generator)
         for value in sums.values():
             value.div_(self.stream.denominator)
         return sums
@@ -255,7 +283,7 @@ class _StreamRunner:
         parts: list[Units],
         record: StepRecord | None,
     ) -> dict[str, Tensor]:
-        clipping = UNCLIPPED if self.stream.clipping.rule == "none" else self.stream.clipping
+        clipping = UNCLIPPED if self.clipping.rule == "none" else self.clipping
         with engine:
             for part in parts:
                 local = np.unique(position[part], return_inverse=True)[1]
@@ -266,6 +294,7 @@ class _StreamRunner:
                     record.loss += float(losses.detach().nansum()) / len(rows)
                     clipped = int((norms > clipping.bound).sum())
                     record.clipped += clipped / (int(position[-1]) + 1)
+                    record.unclipped += int((norms <= clipping.bound).sum())
             return engine.take()
 
     def _plain_sums(
@@ -286,10 +315,10 @@ class _StreamRunner:
     def _losses(self, rows: Units) -> Tensor:
         batch = self.binding.batch(rows)
         announce(self.engine, self.binding.experts, self.stream, rows, batch)
-        logits, labels = self.binding.forward(batch), self.binding.labels[torch.from_numpy(rows)]
-        losses = functional.cross_entropy(logits, labels, reduction="none")
+        outputs, labels = self.binding.forward(batch), self.binding.labels[torch.from_numpy(rows)]
+        losses = self.binding.loss(outputs, labels)
         if self.stream.record_weight == "residual":
-            losses = losses * residual_weights(logits, labels, self.stream.record_power).to(losses.dtype)
+            losses = losses * residual_weights(outputs, labels, self.stream.record_power).to(losses.dtype)
         return losses
 
 
@@ -322,13 +351,3 @@ def _norm(tensors: dict[str, Tensor]) -> float:
     """Euclidean norm of all values together, in float64; in pieces, which a processor's cache holds."""
     pieces = (piece for value in tensors.values() for piece in torch.split(value.reshape(-1), 1 << 15))
     return math.sqrt(sum(float(piece.double().square().sum()) for piece in pieces))
-
-
-def _optimizer(stream: Stream, parameters: dict[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
-    groups = [
-        {"params": [parameters[name] for name in group.parameters], "lr": group.learning_rate}
-        for group in stream.groups
-    ]
-    if stream.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=0.0, weight_decay=stream.weight_decay)
-    return torch.optim.AdamW(groups, lr=0.0, weight_decay=stream.weight_decay)

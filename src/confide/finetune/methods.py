@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from confide.errors import ConfigError
-from confide.finetune import raptor
+from confide.finetune import raptor, released
+from confide.finetune.clipping import clipping_of
 from confide.finetune.settings import Settings
 from confide.models.adapters import Adapted
 from confide.privacy.calibration import calibrate
-from confide.privacy.streams import Budget, Clipping, ParameterGroup, Schedule, Stream
+from confide.privacy.queries import Query
+from confide.privacy.streams import Budget, ParameterGroup, Schedule, Stream
 
 DEFAULT_ANCHOR = 0.001
 DEFAULT_BATCH = 1024
+ACCURACY = "accuracy"
+"""Name of the query that is published with a release."""
 
 
 def schedule(settings: Settings, adapted: Adapted, units: int, unit: str = "record") -> Schedule:
     """One stream over everything that is trained, or those of `raptor`.
 
-    Noise multipliers are 1, or 0 without privacy; `with_budget` scales them.
+    Beside them the queries that the settings ask for. Noise multipliers of streams are 1, or 0 without
+    privacy; `with_budget` scales them to what the queries leave of the budget.
 
     Args:
         units: n, public.
@@ -32,7 +39,8 @@ def schedule(settings: Settings, adapted: Adapted, units: int, unit: str = "reco
             f"choose at most {units}"
         )
     if settings.method == "raptor":
-        return raptor.schedule(settings, adapted, units, batch, unit)
+        planned = raptor.schedule(settings, adapted, units, batch, unit)
+        return dataclasses.replace(planned, queries=_queries(settings))
     private = settings.private
     # A head alone has nothing to merge, so it doesn't pay for an ascent.
     merging = settings.method == "dp-merging" and bool(adapted.encoder)
@@ -42,16 +50,19 @@ def schedule(settings: Settings, adapted: Adapted, units: int, unit: str = "reco
         anchor = 0.0  # a head has no base to be pulled to
     if anchor and settings.weight_decay:
         raise ConfigError("weight_decay pulls to 0 and an anchor to the base; set one of them to 0")
-    groups = [ParameterGroup("encoder", adapted.encoder, settings.learning_rate, anchored=True)]
-    groups.append(ParameterGroup("head", adapted.head, settings.head_learning_rate, anchored=False))
+    every = (
+        ParameterGroup("encoder", adapted.encoder, settings.learning_rate, anchored=True),
+        ParameterGroup("head", adapted.head, settings.head_learning_rate, anchored=False),
+    )
+    groups = tuple(group for group in every if group.parameters)
     sigma = 1.0 if private else 0.0
     stream = Stream(
         name="all",
-        groups=tuple(group for group in groups if group.parameters),
+        groups=groups,
         steps=settings.steps,
         draw="all",
         sampling_rate=batch / units,
-        clipping=Clipping(settings.clipping if private else "none", settings.clipping_bound),
+        clipping=clipping_of(settings, groups, batch),
         noise_multiplier=sigma,
         denominator=float(batch),
         ascent=ascent,
@@ -60,10 +71,13 @@ def schedule(settings: Settings, adapted: Adapted, units: int, unit: str = "reco
         anchor=anchor,
         anchor_form=settings.anchor_form,
         optimizer=settings.optimizer,
+        bias_correction=settings.bias_correction if private else 0.0,
         decay=settings.decay,
+        warmup=settings.warmup,
         weight_decay=settings.weight_decay,
     )
-    return Schedule((stream,), unit=unit)
+    queries = (*_queries(settings), *released.queries(settings, adapted))
+    return Schedule((stream,), unit=unit, queries=queries)
 
 
 def with_budget(planned: Schedule, settings: Settings, budget: Budget) -> Schedule:
@@ -71,3 +85,9 @@ def with_budget(planned: Schedule, settings: Settings, budget: Budget) -> Schedu
     if settings.method == "raptor":
         return raptor.with_budget(planned, settings, budget)
     return calibrate(planned, budget)
+
+
+def _queries(settings: Settings) -> tuple[Query, ...]:
+    if settings.publish_accuracy is None:
+        return ()
+    return (Query(ACCURACY, "accuracy", (settings.publish_accuracy,)),)

@@ -11,14 +11,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from confide.finetune import methods
 from confide.finetune.binding import Anchor, Binding
-from confide.finetune.experts import bind_experts
+from confide.finetune.experts import made_up_experts
 from confide.finetune.loop import train
-from confide.finetune.prepare import caches, forward_of, micro_batches
+from confide.finetune.memory import bytes_of, micro_batch_tokens
+from confide.finetune.prepare import (
+    caches,
+    forward_of,
+    kept_tokens,
+    loss_of,
+    made_up,
+    micro_batches,
+)
 from confide.finetune.run import STEP_TOKENS
 from confide.finetune.settings import Settings
 from confide.gradients.keys import Keys
@@ -28,6 +35,7 @@ from confide.models.tail import features
 from confide.privacy.solve import Known
 from confide.privacy.streams import Schedule
 from confide.privacy.units import UnitMap
+from confide.release.format import Problem
 from confide.tasks.text import Encoded, buckets
 
 _FEW_ROWS = 4
@@ -49,7 +57,12 @@ class Cost:
 
 
 def measure(
-    adapted: Adapted, schedule: Schedule, units: int, max_length: int, rows_per_unit: int = 1
+    adapted: Adapted,
+    schedule: Schedule,
+    units: int,
+    max_length: int,
+    rows_per_unit: int = 1,
+    memory: str | None = None,
 ) -> Cost:
     """Time steps of the real loop on random tokens; no record is looked at.
 
@@ -59,21 +72,39 @@ def measure(
         adapted: a model of its own.
         schedule: as it would be trained.
         units: n.
-        max_length: tokens of every made-up record.
+        max_length: tokens of every made-up text; an image has as many as it has.
         rows_per_unit: the most rows of a unit.
+        memory: as in `Settings`.
+
+    Raises:
+        ConfigError: the memory isn't enough.
     """
     classifier = adapted.classifier
     config: Any = classifier.model.config
+    max_length = int(made_up(classifier, np.array([max_length])).lengths[0])
     all_rows = units * rows_per_unit
     shape = Encoded(np.empty(0, np.int32), np.arange(all_rows + 1, dtype=np.int64) * max_length, 0)
+    problem = classifier.problem
     cached = bool(adapted.first_block) and caches(classifier, adapted.first_block, shape)
     drawn = max(stream.sampling_rate for stream in schedule.streams) * all_rows
-    many = max(2 * _FEW_ROWS, min(STEP_TOKENS // max_length, int(drawn)))
-    rows = _made_up(int(config.vocab_size), many, max_length)
+    kept = kept_tokens(classifier, adapted.first_block, shape) if cached else 0
+    kept *= int(config.hidden_size) * 4
+    tokens = STEP_TOKENS
+    if memory is not None:
+        tokens = micro_batch_tokens(
+            bytes_of(memory),
+            adapted,
+            schedule,
+            kept=kept,
+            max_length=max_length,
+            rows_per_unit=rows_per_unit,
+        )
+    many = max(2 * _FEW_ROWS, min(tokens // max_length, int(drawn)))
+    rows = made_up(classifier, np.full(many, max_length))
     inputs: Any = rows
     frozen = 0.0
     if cached:
-        batches = buckets(rows.lengths, np.arange(many), STEP_TOKENS)
+        batches = buckets(rows.lengths, np.arange(many), tokens)
         started = time.perf_counter()
         inputs = features(classifier, rows, adapted.first_block, batches)
         frozen = (time.perf_counter() - started) / many * all_rows
@@ -84,19 +115,19 @@ def measure(
         forward=forward,
         parameters={name: named[name] for name in schedule.parameters},
         batch=inputs.batch,
-        micro_batches=micro_batches(inputs, STEP_TOKENS),
-        labels=torch.zeros(many, dtype=torch.int64),
+        micro_batches=micro_batches(inputs, tokens),
+        labels=_zeros(problem, many, max_length),
         units=UnitMap.records(many),
         anchor_gradient=Anchor(adapted).gradient,
-        experts=bind_experts(adapted.experts, _made_up_owners(adapted, many)),
+        loss=loss_of(problem),
+        experts=made_up_experts(adapted, many),
     )
     few_seconds, many_seconds = (_step(binding, schedule, count) for count in (_FEW_ROWS, many))
     per_row = max(0.0, many_seconds - few_seconds) / (many - _FEW_ROWS)
     step = max(many_seconds, few_seconds + per_row * (drawn - _FEW_ROWS))
     steps = max(stream.steps for stream in schedule.streams)
-    kept = all_rows * (1 if adapted.first_block == config.num_hidden_layers else max_length) if cached else 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return Cost(frozen + step * steps, step, peak + kept * int(config.hidden_size) * 4)
+    return Cost(frozen + step * steps, step, peak + kept)
 
 
 def fit_to_base(
@@ -157,10 +188,11 @@ def _step(binding: Binding, schedule: Schedule, rows: int) -> float:
     return ends[1] - ends[0]
 
 
-def _made_up_owners(adapted: Adapted, rows: int) -> npt.NDArray[np.int64] | None:
-    return np.arange(rows, dtype=np.int64) % adapted.experts[0].experts if adapted.experts else None
-
-
-def _made_up(vocabulary: int, rows: int, length: int) -> Encoded:
-    tokens = np.random.default_rng(0).integers(0, vocabulary, rows * length, dtype=np.int32)
-    return Encoded(tokens, np.arange(rows + 1, dtype=np.int64) * length, 0)
+def _zeros(problem: Problem, rows: int, length: int) -> torch.Tensor:
+    match problem.target:
+        case "class":
+            return torch.zeros(rows, dtype=torch.int64)
+        case "number":
+            return torch.zeros(rows, 1)
+        case "tokens":
+            return torch.zeros(rows, length, dtype=torch.int64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -10,12 +11,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from confide.gradients import losses
 from confide.models.backbones import Classifier
-from confide.models.tail import Features, Source, Tail, features, supports
-from confide.tasks.evaluate import predict
-from confide.tasks.metrics import score
-from confide.tasks.records import TaskData
-from confide.tasks.text import Encoded, buckets, encode
+from confide.models.tail import Features, Source, Tail, features, pools, supports
+from confide.release.format import Problem
+from confide.tasks.evaluate import evaluate, logits
+from confide.tasks.images import Images
+from confide.tasks.records import Records, TaskData
+from confide.tasks.text import Encoded, buckets, source
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, how much is done, how much there is)."""
@@ -30,25 +33,37 @@ def silent(what: str, done: int, total: int) -> None:
 
 
 class Prepared:
-    """Inputs of one task under one base; everything here is private and lives in memory only."""
+    """Inputs of one task under one base; everything here is private and lives in memory only.
 
-    def __init__(self, task: TaskData, tokenizer: Any, max_length: int) -> None:
+    Attributes:
+        max_length: longest record in tokens.
+    """
+
+    def __init__(self, task: TaskData, classifier: Classifier, max_length: int) -> None:
         self.task = task
-        self.max_length = max_length
-        self._encoded: dict[Split, Encoded] = {
-            "train": encode(tokenizer, task.train.texts, max_length),
-            "test": encode(tokenizer, task.test.texts, max_length),
+        self._encoded: dict[Split, Source] = {
+            "train": source(classifier, task.train.inputs, max_length),
+            "test": source(classifier, task.test.inputs, max_length),
         }
+        images = task.problem.inputs == "image"
+        self.max_length = int(self._encoded["train"].lengths[0]) if images else max_length
         self._features: dict[tuple[Split, int], Features] = {}
 
     def tokens(self) -> Iterator[bytes]:
-        """What the base's tokenizer made of every text, to be hashed."""
+        """What the base's tokenizer made of every text, to be hashed; images are the same for any base."""
         for encoded in self._encoded.values():
-            yield from (encoded.tokens.tobytes(), encoded.offsets.tobytes(), str(encoded.pad).encode())
+            if isinstance(encoded, Encoded):
+                yield from (encoded.tokens.tobytes(), encoded.offsets.tobytes(), str(encoded.pad).encode())
+
+    def labels(self, split: Split) -> npt.NDArray[Any]:
+        """(rows,) classes or numbers; (rows, longest) classes of tokens, `IGNORED` where there is none."""
+        return placed_labels(self._encoded[split], getattr(self.task, split))
 
     def encoded(self, split: Split) -> Encoded:
-        """Token ids of a split."""
-        return self._encoded[split]
+        """Token ids of a split of texts."""
+        encoded = self._encoded[split]
+        assert isinstance(encoded, Encoded)
+        return encoded
 
     def inputs(
         self, classifier: Classifier, first_block: int, split: Split, progress: Progress = silent
@@ -64,30 +79,55 @@ class Prepared:
         key = (split, first_block)
         if key not in self._features:
             lower = max((b for s, b in self._features if s == split and b < first_block), default=0)
-            source: Source = self._features[split, lower] if lower else encoded
-            batches = buckets(source.lengths, np.arange(len(source)), _FORWARD_TOKENS)
+            below: Source = self._features[split, lower] if lower else encoded
+            batches = buckets(below.lengths, np.arange(len(below)), _FORWARD_TOKENS)
             done = 0
 
             def advance(rows: int) -> None:
                 nonlocal done
                 done += rows
-                progress(f"frozen blocks, {self.task.name}", done, len(source))
+                progress(f"frozen blocks, {self.task.name}", done, len(below))
 
-            self._features[key] = features(classifier, source, first_block, batches, lower, advance)
+            self._features[key] = features(classifier, below, first_block, batches, lower, advance)
         return self._features[key]
+
+    def cached_bytes(self, classifier: Classifier, first_block: int) -> int:
+        """Bytes of the frozen blocks' outputs for all records; 0 where they aren't kept."""
+        if not first_block:
+            return 0
+        kept = [split for split in self._encoded.values() if caches(classifier, first_block, split)]
+        return sum(_bytes(classifier, first_block, split) for split in kept)
 
     def forget(self, split: Split) -> None:
         """Free the features of a split."""
         self._features = {key: value for key, value in self._features.items() if key[0] != split}
 
 
+def placed_labels(encoded: Source, records: Records) -> npt.NDArray[Any]:
+    """Labels where the model's outputs are: a row's, or those of its words at their first tokens."""
+    if records.labels.dtype != object:
+        return records.labels
+    assert isinstance(encoded, Encoded)
+    return encoded.word_labels(list(records.labels))
+
+
 def caches(classifier: Classifier, first_block: int, encoded: Source) -> bool:
     """Whether the frozen blocks' outputs are kept: the architecture is known and they fit in memory."""
     if not supports(classifier):
         return False
+    return _bytes(classifier, first_block, encoded) <= _CACHE_BYTES
+
+
+def _bytes(classifier: Classifier, first_block: int, encoded: Source) -> int:
     config: Any = classifier.model.config
-    tokens = len(encoded) if first_block == config.num_hidden_layers else int(encoded.lengths.sum())
-    return tokens * int(config.hidden_size) * 4 <= _CACHE_BYTES
+    return kept_tokens(classifier, first_block, encoded) * int(config.hidden_size) * 4
+
+
+def kept_tokens(classifier: Classifier, first_block: int, encoded: Source) -> int:
+    """Tokens whose outputs of the frozen blocks are kept: a pooler reads the first of each row only."""
+    config: Any = classifier.model.config
+    only_first = pools(classifier) and first_block == config.num_hidden_layers
+    return len(encoded) if only_first else int(encoded.lengths.sum())
 
 
 def forward_of(
@@ -110,7 +150,7 @@ def score_test(prepared: Prepared, classifier: Classifier, first_block: int) -> 
     """
     inputs = prepared.inputs(classifier, first_block, "test")
     _, forward = forward_of(classifier, first_block, inputs)
-    return score(prepared.task.metric, predict(forward, inputs), prepared.task.test.labels)
+    return evaluate(prepared.task.metric, logits(forward, inputs), prepared.labels("test"))
 
 
 def micro_batches(
@@ -121,6 +161,68 @@ def micro_batches(
     return lambda rows, position: buckets(lengths[rows], position, budget)
 
 
-def labels_of(task: TaskData) -> Tensor:
-    """(rows,) classes of the training records."""
-    return torch.from_numpy(task.train.labels)
+def targets(prepared: Prepared) -> Tensor:
+    """What the loss compares the outputs for the training records with.
+
+    Returns:
+        (rows,) classes; (rows, 1) numbers, their declared range scaled to [-1, 1]; or (rows, longest) classes
+        of tokens, `IGNORED` where there is none.
+    """
+    labels = prepared.labels("train")
+    if prepared.task.problem.label_range is None:
+        return torch.from_numpy(labels)
+    low, high = prepared.task.problem.label_range
+    return torch.from_numpy((2 * labels - (low + high)) / (high - low)).float()[:, None]
+
+
+def loss_of(problem: Problem) -> Callable[[Tensor, Tensor], Tensor]:
+    """(outputs, targets) → one loss per record: cross entropy, squared error, or the mean over its words."""
+    match problem.target:
+        case "class":
+            return losses.classification
+        case "number":
+            return losses.regression
+        case "tokens":
+            # Targets are as wide as the longest record of all; padding is on the right.
+            return lambda outputs, labels: losses.tokens(outputs, labels[:, : outputs.shape[1]])
+
+
+def made_up(classifier: Classifier, lengths: npt.NDArray[np.int64]) -> Source:
+    """Random rows of the kind that the classifier reads, for checks and timing; no record is looked at.
+
+    Args:
+        lengths: tokens of each row; an image has as many as it has.
+    """
+    rng = np.random.default_rng(0)
+    problem, config = classifier.problem, classifier.model.config
+    if problem.image_size is not None:
+        shape = (len(lengths), problem.image_size, problem.image_size, 3)
+        pixels = rng.integers(0, 256, shape, dtype=np.uint8)
+        return source(classifier, Images((Path(),) * len(lengths), problem.image_size, pixels), 0)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    vocabulary, pad = int(config.vocab_size), int(classifier.tokenizer.pad_token_id)  # type: ignore[union-attr,arg-type]
+    tokens = rng.integers(0, vocabulary, int(offsets[-1]), dtype=np.int32)
+    tokens[tokens == pad] = (pad + 1) % vocabulary
+    types = None
+    if problem.inputs == "pair" and "token_type_ids" in classifier.tokenizer.model_input_names:
+        types = np.concatenate([np.arange(n) >= n // 2 for n in lengths]).astype(np.int8)
+    return Encoded(tokens, offsets, pad, types)
+
+
+def made_up_targets(problem: Problem, outputs: Tensor, rows: Tensor, lengths: Tensor) -> Tensor:
+    """Targets for the outputs of some made-up rows.
+
+    Args:
+        rows: their numbers.
+        lengths: tokens of each.
+    """
+    match problem.target:
+        case "class":
+            return rows % outputs.shape[1]
+        case "number":
+            return (rows[:, None] % 2).to(outputs.dtype)
+        case "tokens":
+            place = torch.arange(outputs.shape[1])
+            # Like words of two tokens: every other token has a label.
+            own = (place < lengths[:, None]) & (place % 2 == 1)
+            return torch.where(own, (rows[:, None] + place) % outputs.shape[2], losses.IGNORED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from confide.errors import ConfigError
+from confide.finetune.clipping import clipping_of
 from confide.finetune.settings import Settings
 from confide.models.adapters import Adapted
 from confide.privacy.calibration import calibrate
@@ -12,6 +13,8 @@ from confide.privacy.splits import split
 from confide.privacy.streams import Budget, Clipping, ParameterGroup, Schedule, Stream
 
 SHARED, EXPERTS, ALL = "shared", "experts", "all"
+JOINT = ("one-stream", "one-clip", "monolithic")
+"""Variants with one norm over experts and all else."""
 
 
 def schedule(settings: Settings, adapted: Adapted, units: int, batch: int, unit: str = "record") -> Schedule:
@@ -24,27 +27,35 @@ def schedule(settings: Settings, adapted: Adapted, units: int, batch: int, unit:
         unit: name of the protected unit.
 
     Raises:
-        ConfigError: more experts than expected units in a draw.
+        ConfigError: more experts than expected units in a draw, or per-role clipping of a variant that has
+            one stream over everything.
     """
-    own = settings.experts
-    private = own.variant != "non-private"
+    own, private = settings.experts, settings.private
+    if settings.clipping == "per-role" and own.variant in JOINT:
+        raise ConfigError(
+            f"clipping per-role divides C² between encoder and head, and variant {own.variant} clips the "
+            "experts with them; choose another rule"
+        )
+    groups = _shared_groups(settings, adapted)
     shared = Stream(
         name=SHARED,
-        groups=_shared_groups(settings, adapted),
+        groups=groups,
         steps=settings.steps,
         draw=SHARED,
         sampling_rate=batch / units,
-        clipping=Clipping(settings.clipping if private else "none", settings.clipping_bound),
+        clipping=clipping_of(settings, groups, batch),
         noise_multiplier=float(private),
         denominator=float(batch),
         optimizer=settings.optimizer,
+        bias_correction=settings.bias_correction if private else 0.0,
         decay=settings.decay,
+        warmup=settings.warmup,
         weight_decay=settings.weight_decay,
     )
     if own.variant == "shared-only":
         return Schedule((shared,), unit=unit)
     count = adapted.experts[0].experts
-    if own.denominator == "even" and own.variant not in ("one-stream", "one-clip", "monolithic"):
+    if own.denominator == "even" and own.variant not in JOINT:
         denominator = batch / count
         if denominator < 1:
             raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,41 +13,66 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor, nn
 
 from confide import files
-from confide.errors import ConfigError, ModelError, ReleaseError, ResumeError
-from confide.finetune import methods
+from confide.errors import ConfigError, ModelError, ReleaseError
+from confide.finetune import methods, released
+from confide.finetune.agreement import agreed
 from confide.finetune.binding import Anchor, Binding
 from confide.finetune.charge import charged
 from confide.finetune.checkpoint import Begun, Unfinished
-from confide.finetune.experts import attach_experts, bind_experts, owners_of
+from confide.finetune.experts import attach_experts, bind_experts, owners_for
 from confide.finetune.fingerprint import fingerprint
 from confide.finetune.loop import History, train
+from confide.finetune.memory import bytes_of, micro_batch_tokens
 from confide.finetune.prepare import (
     Prepared,
     Progress,
     forward_of,
-    labels_of,
+    loss_of,
     micro_batches,
     score_test,
     silent,
+    targets,
 )
-from confide.finetune.selfcheck import check_gradients, check_noise, check_rows_are_independent
+from confide.finetune.published import noisy_accuracy
+from confide.finetune.released import Released
+from confide.finetune.selfcheck import (
+    check_all_gradients,
+    check_finite,
+    check_noise,
+    check_rows_are_independent,
+)
 from confide.finetune.settings import Settings
 from confide.gradients.keys import Keys
+from confide.merging.statistics import write_statistics
 from confide.models.adapters import Adapted, adapt, plain_state
-from confide.models.backbones import Classifier, load_classifier, resolve
-from confide.models.moe.selfcheck import self_check
-from confide.models.tail import Source
+from confide.models.backbones import (
+    Classifier,
+    answer_in,
+    load_classifier,
+    positions_of,
+    resolve,
+    stored_names,
+)
 from confide.privacy import statement as statements
 from confide.privacy.calibration import resolve_delta
 from confide.privacy.composition import new_run, training_spending, training_statement
 from confide.privacy.statement import Base, Statement
 from confide.privacy.streams import Budget, Schedule
-from confide.release.format import WEIGHTS, Head, ReleaseInfo
-from confide.release.hashes import base_hash
-from confide.release.tensors import write_tensors
+from confide.release import agreement as agreements
+from confide.release.agreement import Agreement
+from confide.release.format import (
+    PREPROCESSOR,
+    STATISTICS,
+    TEXT_CLASSES,
+    WEIGHTS,
+    Head,
+    ReleaseInfo,
+    preprocessor,
+)
+from confide.release.hashes import base_hash, encoder_hash
+from confide.release.tensors import Checkpoint, write_tensors
 from confide.release.write import check_task_name, write_release
 from confide.tasks.records import TaskData
 
@@ -57,6 +82,7 @@ if TYPE_CHECKING:
     from confide.privacy.ledger import Ledger
 
 STEP_TOKENS = 8192
+_MICRO_BATCH = "the tokens of a micro-batch"
 
 
 @dataclass(frozen=True)
@@ -93,6 +119,8 @@ class FineTuned:
         history: private.
         statement: the claim; the hashes of the weights are filled in when it is released.
         unfinished: the run's keys and checkpoints on disk, private; None if there are none.
+        statistics: noisy, of the training records; released with the weights. None where none were asked.
+        agreement: what the run kept to; released with the weights.
         owner: (rows,) which expert owns each training record; None where none is asked for. Private.
     """
 
@@ -103,6 +131,8 @@ class FineTuned:
     history: History
     statement: Statement
     unfinished: Unfinished | None = None
+    statistics: Released | None = None
+    agreement: Agreement | None = None
     owner: npt.NDArray[np.int64] | None = None
 
     def score(self) -> float:
@@ -145,6 +175,7 @@ class FineTuned:
         task = self.prepared.task
         head = Head(
             task=task.name,
+            problem=task.problem,
             labels=task.labels,
             labels_from=task.labels_from,
             metric=task.metric,
@@ -155,30 +186,45 @@ class FineTuned:
 
     def _save(self, folder: Path) -> None:
         classifier = self.adapted.classifier
-        state = plain_state(self.adapted)
-        write_tensors(folder / WEIGHTS, {name: tensor.numpy() for name, tensor in state.items()})
+        state = {**plain_state(self.adapted), **classifier.unused}
+        stored = stored_names(classifier, state)
+        write_tensors(folder / WEIGHTS, {name: tensor.numpy() for name, tensor in stored.items()})
         classifier.model.config.architectures = [type(classifier.model).__name__]  # type: ignore[union-attr]
         classifier.model.config.save_pretrained(folder)  # type: ignore[union-attr,operator]
+        if classifier.tokenizer is None:
+            size, colours = classifier.problem.image_size, classifier.colours
+            assert size is not None
+            assert colours is not None
+            own = dict(zip(("image_mean", "image_std"), colours, strict=True))
+            files.write_json(folder / PREPROCESSOR, preprocessor(own, size))
+            return
         try:
             classifier.tokenizer.save_pretrained(folder)
         except Exception as error:  # a full disk is a bare Exception in the tokenizers library
             raise ReleaseError(f"can't write the tokenizer to {folder}: {error}") from error
+        if self.agreement:
+            files.write_json(folder / agreements.FILE_NAME, self.agreement.model_dump(mode="json"))
+        if self.statistics:
+            made = self.statistics
+            model = encoder_hash(Checkpoint.open(folder), classifier.prefix, self.adapted.head)
+            source = self.statement.spendings[0].dataset
+            write_statistics(folder / STATISTICS, made.kind, "released", model, made.arrays, source)
 
 
 def prepare(task: TaskData, base: PublicBase, max_length: int) -> Prepared:
-    """Tokenise a task for a base.
+    """Read a task as a base does.
 
     Raises:
         ConfigError: texts may be longer than the base has positions.
+        ModelError: the base has no such head, or can't read images of this size.
     """
-    classifier = load_classifier(base.folder, task.labels, seed=0)
-    positions = min(
-        int(getattr(classifier.model.config, "max_position_embeddings", max_length)),
-        int(classifier.tokenizer.model_max_length),
-    )
+    classifier = load_classifier(base.folder, task.labels, seed=0, problem=task.problem)
+    if task.problem.inputs == "image":
+        return Prepared(task, classifier, max_length)
+    positions = min(positions_of(classifier.model, max_length), int(classifier.tokenizer.model_max_length))
     if max_length > positions:
         raise ConfigError(f"max_length is {max_length}, but the base reads at most {positions} tokens")
-    return Prepared(task, classifier.tokenizer, max_length)
+    return Prepared(task, classifier, max_length)
 
 
 def public_units(task: TaskData, settings: Settings) -> int:
@@ -202,6 +248,15 @@ def plan(
     Nothing is drawn and no record is looked at; only n is, where it isn't declared.
     """
     check_task_name(task.name)
+    if settings.publish_accuracy is not None and task.metric != "accuracy":
+        raise ConfigError(
+            f"publish_accuracy counts test units that are labelled rightly, but the metric is {task.metric}; "
+            "only `accuracy` has a known sensitivity"
+        )
+    if settings.release_statistics is not None and task.problem != TEXT_CLASSES:
+        raise ConfigError("release_statistics is for texts with one label each")
+    if settings.publish_accuracy is not None and task.problem.target != "class":
+        raise ConfigError("publish_accuracy counts rows with one label each, not labels of words")
     adapted = adapted_for(task, classifier, settings)
     units = task.train.units
     count = public_units(task, settings)
@@ -247,15 +302,17 @@ def finetune(
     caller publishes nothing else that was computed from them (`history` and `score` are not noised).
     """
     task, dataset = prepared.task, dataset or prepared.task.name
+    keeps = agreed(settings, task, base.identity, base.folder)
     begun = unfinished.read() if unfinished else None
     if begun:
         keys, run = begun.keys, begun.run
     else:  # keys are made here, never handed in: two runs with the same noise would give it away
         keys, run = Keys.fresh() if simulate is None else Keys.fixed(simulate), new_run()
     found = fingerprint(prepared, settings, base.identity, base.folder, dataset, simulate, keys.sampling)
+    found["agreement"] = str(keeps.hash if keeps else None)
     if begun:
         begun.check(found)
-    classifier = load_classifier(base.folder, task.labels, settings.seed)
+    classifier = load_classifier(base.folder, task.labels, settings.seed, task.problem)
     adapted, schedule, delta = plan(task, classifier, settings)
     on_plan(schedule)
     units = task.train.units
@@ -269,6 +326,8 @@ def finetune(
         simulated=keys.simulated,
     )
     found["schedule"] = spending.model_dump_json()
+    tokens = _micro_batch(prepared, adapted, schedule, settings, begun)
+    found[_MICRO_BATCH] = str(tokens)
     if begun:
         begun.check(found)
     elif unfinished:
@@ -284,21 +343,25 @@ def finetune(
         module, forward = forward_of(classifier, adapted.first_block, inputs)
         named = dict(classifier.model.named_parameters())
         trained = {name: named[name] for name in schedule.parameters}
+        check_finite(classifier, forward, inputs)
         if schedule.private:
             check_rows_are_independent(classifier, forward, inputs)
-            _check_gradients(classifier, adapted, module, forward, trained, inputs)
+            check_all_gradients(adapted, module, forward, trained, inputs)
             for stream in schedule.streams:
                 check_noise(stream.noise_multiplier * stream.clipping.bound)
-        owner = _owners(prepared, adapted, schedule, settings, unfinished)
+            for query in schedule.queries:
+                check_noise(query.noise_multipliers[0])
+        owner = owners_for(prepared, adapted, schedule, settings, unfinished)
         binding = Binding(
             module=module,
             forward=forward,
             parameters=trained,
             batch=inputs.batch,
-            micro_batches=micro_batches(inputs, STEP_TOKENS),
-            labels=labels_of(task),
+            micro_batches=micro_batches(inputs, tokens),
+            labels=targets(prepared),
             units=units,
             anchor_gradient=Anchor(adapted).gradient,
+            loss=loss_of(task.problem),
             experts=bind_experts(adapted.experts, owner),
         )
         history = train(
@@ -310,7 +373,11 @@ def finetune(
             unfinished.latest(run) if unfinished else None,
             partial(unfinished.after_step, run) if unfinished else lambda state: None,
         )
+        published = noisy_accuracy(prepared, adapted, schedule, keys.noise)
+        statistics = _statistics(prepared, base, settings, adapted, schedule, keys, progress)
     entry = charge.settle(history.steps_run)
+    if task.problem.label_range:
+        answer_in(classifier, task.problem.label_range)
     statement = training_statement(
         schedule=schedule,
         delta=delta,
@@ -320,55 +387,79 @@ def finetune(
         base=base.identity,
         steps_run=history.steps_run,
         labels_from=task.labels_from,
+        label_range=task.problem.label_range,
         simulated=keys.simulated,
+        published=published,
         ledger=entry,
+        agreement=keeps.hash if keeps else None,
     )
-    return FineTuned(prepared, adapted, settings, schedule, history, statement, unfinished, owner)
+    return FineTuned(
+        prepared,
+        adapted,
+        settings,
+        schedule,
+        history,
+        statement,
+        unfinished,
+        statistics,
+        keeps,
+        owner,
+    )
 
 
-def _owners(
+def _statistics(
     prepared: Prepared,
+    base: PublicBase,
+    settings: Settings,
     adapted: Adapted,
     schedule: Schedule,
-    settings: Settings,
-    unfinished: Unfinished | None,
-) -> npt.NDArray[np.int64] | None:
-    """The records' owners, if a stream asks for them: computed once, before the first query, and kept."""
-    if all(stream.ownership == "all" for stream in schedule.streams):
+    keys: Keys,
+    progress: Progress,
+) -> Released | None:
+    """The schedule's query for statistics, on the weights as they will be released."""
+    asked = [query for query in schedule.queries if query.purpose in ("gram", "fisher")]
+    if not asked:
         return None
-    (layer,) = adapted.experts
-    held = unfinished.owners(layer.name) if unfinished else None
-    if held is None:
-        held = owners_of(adapted.classifier, layer, prepared.encoded("train"), settings.experts)
-        if unfinished:
-            unfinished.note_owners(layer.name, held)
-    if len(held) != len(prepared.task.train):
-        raise ResumeError("the owners that the run began with are not those of these records")
-    return held
+    task = prepared.task
+    (query,) = asked
+    progress(f"statistics, {task.name}", 0, 1)
+    plain = load_classifier(base.folder, task.labels, settings.seed, task.problem)
+    plain.model.load_state_dict(plain_state(adapted))
+    inputs = prepared.inputs(plain, adapted.first_block, "train")
+    _, forward = forward_of(plain, adapted.first_block, inputs)
+    tokens = prepared.encoded("train")
+    found = released.ask(
+        query,
+        adapted,
+        plain,
+        tokens,
+        inputs,
+        forward,
+        task.train.units,
+        denominator=public_units(task, settings),
+        bound=settings.statistics_bound,
+        noise=keys.noise.generator(query.name, 0, query.purpose),
+    )
+    progress(f"statistics, {task.name}", 1, 1)
+    return found
 
 
-def _check_gradients(
-    classifier: Classifier,
-    adapted: Adapted,
-    module: nn.Module,
-    forward: Callable[[dict[str, Tensor]], Tensor],
-    trained: Mapping[str, nn.Parameter],
-    inputs: Source,
-) -> None:
-    """Dense parameters and experts, each against autograd on made-up rows."""
-    apart = set(adapted.expert_parameters)
-    dense = {name: parameter for name, parameter in trained.items() if name not in apart}
-    if dense:
-        check_gradients(classifier, module, forward, dense, inputs)
-    config: Any = classifier.model.config
-    for layer in adapted.experts:
-        self_check(
-            module,
-            forward,
-            layer,
-            vocabulary=int(config.vocab_size),
-            pad=int(classifier.tokenizer.pad_token_id),
-        )
+def _micro_batch(
+    prepared: Prepared, adapted: Adapted, schedule: Schedule, settings: Settings, begun: Begun | None
+) -> int:
+    """Tokens of a micro-batch; a run that goes on keeps what it measured first, as rounding depends on it."""
+    if settings.memory is None:
+        return STEP_TOKENS
+    if begun and _MICRO_BATCH in begun.fingerprint:
+        return int(begun.fingerprint[_MICRO_BATCH])
+    return micro_batch_tokens(
+        bytes_of(settings.memory),
+        adapted,
+        schedule,
+        kept=prepared.cached_bytes(adapted.classifier, adapted.first_block),
+        max_length=settings.max_length,
+        rows_per_unit=prepared.task.train.units.rows_per_unit,
+    )
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:

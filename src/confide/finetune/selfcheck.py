@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from confide.errors import ModelError, PrivacyError
-from confide.gradients import losses
+from confide.finetune.prepare import loss_of, made_up, made_up_targets
 from confide.gradients.engine import Engine
 from confide.gradients.keys import Keys
 from confide.gradients.noise import add_noise
+from confide.models.adapters import Adapted
 from confide.models.backbones import Classifier
+from confide.models.moe.selfcheck import self_check
 from confide.models.tail import Features, Source
 from confide.privacy.streams import Clipping
-from confide.tasks.text import Encoded
 
 _TOLERANCE = 1e-4  # relative; rounding moves a logit by about 1e-6 when a batch's shape changes
 _GRADIENT = 1e-3  # relative; float32 gradients of a deep model agree to about 1e-5
@@ -42,6 +43,8 @@ def check_rows_are_independent(
         alone = forward(rows.batch(np.array([0])))
         again = forward(rows.batch(np.array([0])))
         beside = forward(rows.batch(np.array([0, 1])))[:1]
+    if alone.ndim == 3:  # outputs for tokens; those for padding mean nothing
+        beside = beside[:, : alone.shape[1]]
     scale = float(alone.abs().max()) + torch.finfo(alone.dtype).tiny
     for what, other in (("run twice", again), ("padded beside a longer one", beside)):
         difference = float((other - alone).abs().max()) / scale
@@ -51,6 +54,49 @@ def check_rows_are_independent(
                 "gradient would depend on other records and clipping would bound nothing; this base can't be "
                 "trained privately"
             )
+
+
+def check_finite(
+    classifier: Classifier, forward: Callable[[dict[str, Tensor]], Tensor], inputs: Source
+) -> None:
+    """Run two made-up rows: a base whose loss is NaN from the start never learns, and each step is charged.
+
+    Raises:
+        ModelError: an output isn't finite.
+    """
+    rows = _public_rows(classifier, inputs)
+    with torch.no_grad():
+        if not bool(forward(rows.batch(np.arange(len(rows)))).isfinite().all()):
+            raise ModelError(
+                "the base's outputs on made-up rows aren't finite, so losses would be NaN from the start; "
+                "its weights or its configuration are broken"
+            )
+
+
+def check_all_gradients(
+    adapted: Adapted,
+    module: nn.Module,
+    forward: Callable[[dict[str, Tensor]], Tensor],
+    trained: Mapping[str, nn.Parameter],
+    inputs: Source,
+) -> None:
+    """`check_gradients` of dense parameters, and `self_check` of experts.
+
+    Args:
+        trained: all that will be trained, by name.
+
+    Raises:
+        ModelError: as these.
+    """
+    classifier, apart = adapted.classifier, set(adapted.expert_parameters)
+    dense = {name: parameter for name, parameter in trained.items() if name not in apart}
+    if dense:
+        check_gradients(classifier, module, forward, dense, inputs)
+    config: Any = classifier.model.config
+    for layer in adapted.experts:
+        assert classifier.tokenizer is not None  # experts are of texts
+        vocabulary, pad = int(config.vocab_size), int(classifier.tokenizer.pad_token_id)
+        self_check(module, forward, layer, vocabulary=vocabulary, pad=pad)
 
 
 def check_gradients(
@@ -72,9 +118,10 @@ def check_gradients(
     rows = _public_rows(classifier, inputs)
 
     def loss(which: list[int]) -> Tensor:
-        logits = forward(rows.batch(np.array(which)))
-        labels = torch.tensor(which, device=logits.device) % logits.shape[1]
-        return losses.classification(logits, labels)
+        outputs = forward(rows.batch(np.array(which)))
+        lengths = torch.from_numpy(rows.lengths[which])
+        targets = made_up_targets(classifier.problem, outputs, torch.tensor(which), lengths)
+        return loss_of(classifier.problem)(outputs, targets.to(outputs.device))
 
     alone = []
     for row in (0, 1):
@@ -131,15 +178,11 @@ def check_noise(std: float) -> None:
 
 def _public_rows(classifier: Classifier, inputs: Source) -> Source:
     """Two made-up rows, a short and a long one, of the kind that training reads."""
-    rng = np.random.default_rng(0)
-    offsets = np.array([0, _SHORT, _SHORT + _LONG])
-    config: Any = classifier.model.config
     if isinstance(inputs, Features):
+        rng = np.random.default_rng(0)
+        offsets = np.array([0, _SHORT, _SHORT + _LONG])
         if int(inputs.lengths.max(initial=1)) == 1:  # the pooler's input: one token a row
             offsets = np.array([0, 1, 2])
         hidden = rng.standard_normal((int(offsets[-1]), inputs.hidden.shape[1]))
         return Features(torch.from_numpy(hidden).to(inputs.hidden.dtype), offsets)
-    tokens = rng.integers(0, config.vocab_size, int(offsets[-1])).astype(np.int32)
-    pad = classifier.tokenizer.pad_token_id
-    tokens[tokens == pad] = (pad + 1) % config.vocab_size
-    return Encoded(tokens, offsets, int(pad))
+    return made_up(classifier, np.array([_SHORT, _LONG]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -15,6 +16,7 @@ from confide.privacy.events import NOT_POISSON
 
 Method = Literal["non-private", "dp-adamw", "dp-merging", "raptor"]
 AscentChoice = Literal["none", "paired", "fresh", "lagged"]
+MEMORY = r"^\d+(\.\d+)?(MB|MiB|GB|GiB)$"
 
 
 class Settings(BaseModel):
@@ -37,9 +39,16 @@ class Settings(BaseModel):
         learning_rate: of encoder parameters (or adapters) at the first step.
         head_learning_rate: of the head.
         decay: of both rates.
+        warmup: steps in which both rates rise from 0 first.
         optimizer: applied to noisy gradients.
-        clipping: rule that bounds a unit's gradient.
-        clipping_bound: C.
+        bias_correction: of `adamw`: above 0, the noise's variance is subtracted from the second moment, down
+            to this floor; see `privacy.streams.Stream`.
+        clipping: rule that bounds a unit's gradient; see `privacy.streams.Clipping`.
+        clipping_bound: C; of the first step for `adaptive`.
+        head_share: of `per-role`: the head's share of C²; the encoder has the rest.
+        clipping_quantile: of `adaptive`: share of the gradients to leave unclipped.
+        clipping_rate: of `adaptive`: how fast C follows.
+        count_noise: of `adaptive`: noise on the number of unclipped units; None takes B/20.
         ascent: None takes the method's own (`paired` for dp-merging, else `none`).
         ascent_radius: ρ, length of the ascent in weight space.
         ascent_noise_ratio: noise of the ascent query over that of the descent; its answer only gives a
@@ -47,7 +56,17 @@ class Settings(BaseModel):
         anchor: λ of the pull to the base; None takes the method's own (`default_anchor` for dp-merging).
         anchor_form: see `privacy.streams.Stream`.
         weight_decay: decoupled; only without an anchor.
+        publish_accuracy: standard deviation of noise, in test units: the noisy accuracy on the test units is
+            charged with the training and stands in the release. None publishes nothing.
+        memory: about how much the process may take, such as `8GiB`: micro-batches are made to fit. None
+            keeps them at a size that is fast on processors. Changes the result by rounding only.
         max_length: tokens of a text; longer ones are cut.
+        release_statistics: `grams` (for RegMean) or `fisher` of the training records, released beside the
+            weights as one more charged query; None for none.
+        statistics_noise: σ of that query; calibration pays it first and never changes it. Unused without.
+        statistics_bound: R; a unit's statistics are scaled to norm R² (`finetune.released`). None takes what
+            made-up texts have, which is public.
+        agreement: file of `confide agree`; what contradicts it is refused, and the statement has its hash.
         seed: fixes initial weights; public. Noise and sampling never depend on it.
         experts: of `raptor`.
     """
@@ -61,17 +80,29 @@ class Settings(BaseModel):
     trainable: Trainable = Trainable()
     learning_rate: float = Field(default=0.03, gt=0)
     head_learning_rate: float = Field(default=0.1, gt=0)
-    decay: Literal["constant", "linear"] = "linear"
+    decay: Literal["constant", "linear", "cosine"] = "linear"
+    warmup: int = Field(default=0, ge=0)
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    clipping: Literal["flat", "normalised"] = "flat"
+    bias_correction: float = Field(default=0.0, ge=0)
+    clipping: Literal["flat", "normalised", "per-role", "adaptive"] = "flat"
     clipping_bound: float = Field(default=1.0, gt=0)
+    head_share: float = Field(default=0.5, gt=0, lt=1)
+    clipping_quantile: float = Field(default=0.5, ge=0, le=1)
+    clipping_rate: float = Field(default=0.2, gt=0)
+    count_noise: float | None = Field(default=None, gt=0)
     ascent: AscentChoice | None = None
     ascent_radius: float = Field(default=0.5, gt=0)
     ascent_noise_ratio: float = Field(default=1.0, ge=1)
     anchor: float | None = Field(default=None, ge=0)
     anchor_form: Literal["coupled", "decoupled"] = "coupled"
     weight_decay: float = Field(default=0.0, ge=0)
+    publish_accuracy: float | None = Field(default=None, gt=0)
+    memory: str | None = Field(default=None, pattern=MEMORY)
     max_length: int = Field(default=64, gt=2)
+    release_statistics: Literal["grams", "fisher"] | None = None
+    statistics_noise: float = Field(default=5.0, gt=0)
+    statistics_bound: float | None = Field(default=None, gt=0)
+    agreement: Path | None = None
     seed: int = Field(default=0, ge=0)
     experts: ExpertSettings = ExpertSettings()
 
@@ -132,4 +163,14 @@ class Settings(BaseModel):
             raise ValueError("raptor has no ascent and no anchor; leave them out")
         if self.method != "raptor" and self.experts != ExpertSettings():
             raise ValueError(f"settings of experts belong to method raptor, and not to {self.method}")
+        if self.bias_correction and self.optimizer != "adamw":
+            raise ValueError(
+                f"bias_correction is for adamw; {self.optimizer} has no second moment to correct"
+            )
+        if self.warmup >= self.steps:
+            raise ValueError(f"a warmup of {self.warmup} steps must be shorter than the {self.steps} steps")
+        if self.release_statistics and not self.private:
+            raise ValueError("method non-private adds no noise, so no release_statistics; use public text")
+        if self.release_statistics and self.method == "raptor":
+            raise ValueError("release_statistics knows none of experts, so raptor has none; leave it out")
         return self

@@ -1,12 +1,12 @@
 """Grams and Fisher diagonals of a released model on public text, for the operators that weigh by them.
 
-Nothing here is noised, so no text may be private: what is written says that its origin is `public`. The same
-sums over private records are a query, which a schedule reserves before training and a statement lists.
+Nothing here is noised, so no text may be private: what is written says that its origin is `public`. Of
+private records they are a query, reserved before training and listed in the statement (`finetune.released`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from confide.merging.statistics import Kind, write_statistics
 from confide.models.backbones import Classifier
 from confide.models.releases import load_release
 from confide.release import format
+from confide.release.format import TEXT_CLASSES
 from confide.release.hashes import encoder_hash
-from confide.release.names import canonical
+from confide.release.names import canonical, encoder_prefix, encoder_tensors, model_type
 from confide.release.tensors import Checkpoint
 from confide.tasks.text import Encoded, encode
 
@@ -30,7 +31,14 @@ _BATCH_TOKENS = 8192
 
 
 def write_public_statistics(
-    release: Path, texts: Sequence[str], out: Path, kind: Kind, *, source: str, task: str | None = None
+    release: Path,
+    texts: Sequence[str],
+    out: Path,
+    kind: Kind,
+    *,
+    source: str,
+    task: str | None = None,
+    base: Path | None = None,
 ) -> None:
     """Compute statistics of one released model on public text and write them to a file.
 
@@ -41,6 +49,8 @@ def write_public_statistics(
         kind: `grams` for RegMean, `fisher` for Fisher-weighted averaging.
         source: which text, in words; goes into the file.
         task: which head of a merge.
+        base: folder of the public base: only tensors that differ from it get statistics, which is all that a
+            merge looks at. None: every tensor.
 
     Raises:
         DataError: no text.
@@ -49,18 +59,42 @@ def write_public_statistics(
     if not len(texts):
         raise DataError("statistics need at least one public text")
     classifier, head = load_release(release, task)
+    if head.problem != TEXT_CLASSES:
+        raise DataError(
+            f"{head.task} is no classifier of single texts; statistics are computed for those only"
+        )
     info = format.read(release)
     heads = [name for each in info.heads for name in each.tensors] if info.kind == "model" else []
-    model = encoder_hash(Checkpoint.open(release), info.weights_prefix, heads)
+    checkpoint = Checkpoint.open(release)
+    model = encoder_hash(checkpoint, info.weights_prefix, heads)
+    only = None
+    if base is not None:
+        only = _changed(checkpoint, encoder_tensors(checkpoint, info.weights_prefix, heads), base)
+        if not only:
+            raise DataError(f"the encoder of {release} is the base's, so a merge needs no statistics of it")
     encoded = encode(classifier.tokenizer, texts, head.max_length)
     compute = grams if kind == "grams" else fisher
-    write_statistics(out, kind, "public", model, compute(classifier, encoded), source)
+    write_statistics(out, kind, "public", model, compute(classifier, encoded, only), source)
 
 
-def grams(classifier: Classifier, encoded: Encoded) -> dict[str, Array]:
+def _changed(checkpoint: Checkpoint, tensors: Mapping[str, str], base: Path) -> set[str]:
+    """Canonical names of the tensors that aren't the base's."""
+    public = Checkpoint.open(base)
+    stored = encoder_tensors(public, encoder_prefix(public, model_type(base)))
+    return {
+        name
+        for name, own in tensors.items()
+        if name not in stored or not np.array_equal(checkpoint.numpy(own), public.numpy(stored[name]))
+    }
+
+
+def grams(classifier: Classifier, encoded: Encoded, only: Collection[str] | None = None) -> dict[str, Array]:
     """Mean of x xᵀ over the tokens that enter each Linear layer of the encoder.
 
     A batch holds texts of one length, so that no padding is ever seen.
+
+    Args:
+        only: canonical names of the weights; None for all.
 
     Returns:
         Canonical name of the weight (out, in) → (in, in).
@@ -76,10 +110,15 @@ def grams(classifier: Classifier, encoded: Encoded) -> dict[str, Array]:
 
         return hook
 
-    handles = [
-        module.register_forward_pre_hook(watch(canonical(f"{path}.weight".removeprefix(classifier.prefix))))
+    linear = {
+        canonical(f"{path}.weight".removeprefix(classifier.prefix)): module
         for path, module in classifier.model.named_modules()
         if isinstance(module, nn.Linear) and path.startswith(classifier.prefix)
+    }
+    handles = [
+        module.register_forward_pre_hook(watch(name))
+        for name, module in linear.items()
+        if only is None or name in only
     ]
     try:
         with torch.inference_mode():
@@ -91,11 +130,14 @@ def grams(classifier: Classifier, encoded: Encoded) -> dict[str, Array]:
     return {name: (total / counts[name]).cpu().numpy() for name, total in sums.items()}
 
 
-def fisher(classifier: Classifier, encoded: Encoded) -> dict[str, Array]:
+def fisher(classifier: Classifier, encoded: Encoded, only: Collection[str] | None = None) -> dict[str, Array]:
     """Diagonal of the Fisher information of the encoder's parameters, exact per text and class.
 
     The mean over texts of Σ_y p(y|x) (∂ log p(y|x))² (Matena and Raffel 2022, section 2), one backward pass
     for each text and class: squaring the gradient of a batch would make the answer depend on its size.
+
+    Args:
+        only: canonical names of the tensors; None for all. Others are frozen.
 
     Returns:
         Canonical name → array in the parameter's shape.
@@ -105,19 +147,34 @@ def fisher(classifier: Classifier, encoded: Encoded) -> dict[str, Array]:
         for name, parameter in classifier.model.named_parameters()
         if name.startswith(classifier.prefix) and parameter.requires_grad
     }
+    named = {name: parameter for name, parameter in named.items() if only is None or name in only}
+    chosen = {id(parameter) for parameter in named.values()}
+    for parameter in classifier.model.parameters():
+        parameter.requires_grad_(id(parameter) in chosen)
     sums = {name: torch.zeros_like(parameter, dtype=torch.float64) for name, parameter in named.items()}
     for row in range(len(encoded)):
         logits = classifier.model(**encoded.batch(np.array([row]))).logits[0]
-        logs = logits.log_softmax(0)
-        for label, log in enumerate(logs):
-            gradients = torch.autograd.grad(
-                log, list(named.values()), retain_graph=label + 1 < len(logs), allow_unused=True
-            )
-            share = float(log.detach().exp()) / len(encoded)
-            for total, gradient in zip(sums.values(), gradients, strict=True):
-                if gradient is not None:
-                    total.add_(gradient.double().square_(), alpha=share)
+        for total, value in zip(sums.values(), diagonal(logits, list(named.values())), strict=True):
+            total.add_(value, alpha=1 / len(encoded))
     return {name: total.cpu().numpy() for name, total in sums.items()}
+
+
+def diagonal(logits: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Σ_y p(y|x) (∂ log p(y|x))² of one text, in each parameter's shape, float64.
+
+    Args:
+        logits: (classes,), a function of the parameters.
+    """
+    logs = logits.log_softmax(0)
+    sums = [torch.zeros_like(parameter, dtype=torch.float64) for parameter in parameters]
+    for label, log in enumerate(logs):
+        gradients = torch.autograd.grad(
+            log, list(parameters), retain_graph=label + 1 < len(logs), allow_unused=True
+        )
+        for total, gradient in zip(sums, gradients, strict=True):
+            if gradient is not None:
+                total.add_(gradient.double().square_(), alpha=float(log.detach().exp()))
+    return sums
 
 
 def _same_length(lengths: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -10,6 +13,8 @@ from confide.privacy.streams import Clipping
 
 # Sums of up to a million float64 terms are exact to this relative error (Higham 2002, section 4.2).
 _FLOAT64_SUM = 2.0**-33
+
+_RANGE = 1e4  # adaptive bounds stay between C/1e4 and C·1e4 of the first one
 
 _LARGEST = 2.0**20  # so that scaling a finite gradient can't overflow; a smaller factor is always safe
 
@@ -34,11 +39,41 @@ def clip_factors(squares: Tensor, slack: Tensor, clipping: Clipping, dtype: torc
             factor = torch.where(norm <= clipping.bound, 1.0, clipping.bound / norm * shrink)
         case "normalised":
             factor = (clipping.bound / (norm + clipping.stability) * shrink).clamp(max=_LARGEST)
+        case "per-role":
+            raise PrivacyError("per-role clipping has one factor per group; take them from `role_factors`")
         case "none":
             raise PrivacyError(
                 "an unclipped gradient has no bounded sensitivity; it never enters a private sum"
             )
     return torch.where(norm.isfinite(), factor, 0.0)
+
+
+def role_factors(
+    squares: Sequence[Tensor], slacks: Sequence[Tensor], clipping: Clipping, dtype: torch.dtype
+) -> list[Tensor]:
+    """`clip_factors` of each group under `per-role`: what a unit adds in all is at most Σ C_g² = C² long.
+
+    A unit whose gradient isn't finite in one group adds nothing to any.
+    """
+    whole = torch.stack([square.isfinite() for square in squares]).all(0)
+    flat = [Clipping("flat", bound) for bound in clipping.bounds]
+    return [
+        torch.where(whole, clip_factors(square, slack, own, dtype), 0.0)
+        for square, slack, own in zip(squares, slacks, flat, strict=True)
+    ]
+
+
+def next_bound(clipping: Clipping, bound: float, share: float) -> float:
+    """C of the next step: C·exp(−η(share − quantile)) (Andrew et al. 2021, arXiv 1905.03871, algorithm 1).
+
+    Args:
+        clipping: `adaptive`, as planned; its own bound is the first step's, and limits all others.
+        bound: C of this step.
+        share: noisy share of units that weren't longer; nothing else about the records comes in.
+    """
+    by = -clipping.quantile_rate * (share - clipping.quantile)
+    moved = bound * math.exp(min(max(by, -99.0), 99.0))  # more leaves the range anyway
+    return min(max(moved, clipping.bound / _RANGE), clipping.bound * _RANGE)
 
 
 def round_down(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from confide.errors import ModelError
-from confide.gradients.clipping import clip_factors
+from confide.gradients.clipping import clip_factors, role_factors
 from confide.gradients.contributions import Contribution, combine
 from confide.gradients.parts import Factors, Part, Rows, Sums, total
 from confide.gradients.plan import Site
@@ -37,19 +37,26 @@ class Engine:
             an input with another first dimension is shared by all rows.
         parameters: what is trained, by name: parameters of `model`, matched by identity. Everything else is
             frozen inside the block.
+        roles: name → group of the stream that it belongs to, for `per-role` clipping.
 
     Raises:
         ModelError: a parameter that can't be clipped exactly; names it and its module's type.
     """
 
-    def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        roles: Mapping[str, int] | None = None,
+    ) -> None:
         self._model = model
         self._parameters = dict(parameters)
+        self._roles = roles or {}
         _refuse_parameters(model, self._parameters)
         self._watch = Watch(model, self._parameters)
         self._sums = Sums(self._parameters)
         self._active = False
-        self._independent = False
+        self._independent: set[bool] = set()
 
     def __enter__(self) -> Self:
         if self._active:
@@ -83,7 +90,8 @@ class Engine:
             clipping: rule and bound C.
 
         Returns:
-            (units,) float64 norms before clipping, NaN or infinite where they are. Private.
+            (units,) float64 norms before clipping, NaN or infinite where they are; under `per-role` the
+            longest of a unit's groups, in units of C/C_g, so that what exceeds C was clipped. Private.
 
         Raises:
             ModelError: a trained parameter was used otherwise than in the first forward pass; a row's loss
@@ -103,8 +111,10 @@ class Engine:
             if not len(losses):
                 return torch.zeros(units, dtype=torch.float64, device=losses.device)
             self._check_uses(losses)
-            if not self._independent and len(losses) > 1:
+            # Again once tokens are flattened: which come first, a row's or a position's, shows only then.
+            if self._watch.flattened not in self._independent and len(losses) > 1:
                 self._check_independence(losses)
+                self._independent.add(self._watch.flattened)
             rows = Rows(unit, units)
             parts = self._parts(losses, rows)
             with torch.no_grad():
@@ -117,13 +127,36 @@ class Engine:
         return self._sums.take()
 
     def _clip(self, parts: list[Part], rows: Rows, clipping: Clipping) -> Tensor:
-        squares, slack = total(parts, rows)
         wide = all(parameter.dtype == torch.float64 for parameter in self._parameters.values())
         dtype = torch.float64 if wide else torch.float32
+        if clipping.shares is not None:
+            return self._clip_roles(parts, rows, clipping, clipping.shares, dtype)
+        squares, slack = total(parts, rows)
         factors = Factors(clip_factors(squares, slack, clipping, dtype) * rows.share)
         while parts:
             parts.pop().add_to(self._sums, factors, rows)
         return squares.clamp(min=0).sqrt()
+
+    def _clip_roles(
+        self,
+        parts: list[Part],
+        rows: Rows,
+        clipping: Clipping,
+        shares: tuple[float, ...],
+        dtype: torch.dtype,
+    ) -> Tensor:
+        if any(part.name not in self._roles for part in parts):
+            raise ModelError("per-role clipping needs the role of every parameter; give them to the engine")
+        groups = [[part for part in parts if self._roles[part.name] == role] for role in range(len(shares))]
+        parts.clear()
+        squares, slacks = zip(*(total(group, rows) for group in groups), strict=True)
+        each = role_factors(squares, slacks, clipping, dtype)
+        for group, values in zip(groups, each, strict=True):
+            factors = Factors(values * rows.share)
+            while group:
+                group.pop().add_to(self._sums, factors, rows)
+        relative = [square.clamp(min=0) / share for square, share in zip(squares, shares, strict=True)]
+        return torch.stack(relative).amax(0).sqrt()
 
     def _parts(self, losses: Tensor, rows: Rows) -> list[Part]:
         """Run the backward pass; each parameter's uses become one part as soon as all are there."""
@@ -196,7 +229,6 @@ class Engine:
             weights = torch.zeros_like(losses)
             weights[row] = 1
             self._backward(losses, weights, refuse_leak, keep=True)
-        self._independent = True
 
 
 def _refuse_parameters(model: nn.Module, parameters: dict[str, nn.Parameter]) -> None:

@@ -175,7 +175,6 @@ class OwnerExperts(nn.Module):
         call = self._read(args, kwargs)
         watch = self.watch if torch.is_grad_enabled() else None
         wanted = None if watch is None else _wanted(watch, call)
-        slots = call.expert.shape[1]
         order = torch.argsort(call.expert.T.reshape(-1), stable=True)
         ends = torch.bincount(call.expert.reshape(-1), minlength=self.experts).cumsum(0).tolist()
         place = order % len(call.inputs)
@@ -186,7 +185,7 @@ class OwnerExperts(nn.Module):
         for expert, (low, high) in enumerate(zip([0, *ends], ends[: self.experts], strict=False)):
             if low < high:
                 at = place[low:high]
-                x = call.inputs[at] if slots > 1 or high - low < len(call.inputs) else call.inputs
+                x = call.inputs[at]
                 u = self._product(self.form.up, self.form.up_bias, expert, x)
                 y = self._product(self.form.down, self.form.down_bias, expert, self.form.activation(u))
                 out.index_add_(0, at, (y * weight[low:high, None]).to(out.dtype))

@@ -140,11 +140,13 @@ class Part(Protocol):
     """One parameter's share of every unit's gradient (the sum over the unit's rows).
 
     Attributes:
+        name: of the parameter.
         squares: (units,) float64, squared norms; non-finite where the gradient is.
         slack: (units,) float64 bounds on how far the true squared norms lie above, or None where the very
             values that are summed were measured.
     """
 
+    name: str
     squares: Tensor
     slack: Tensor | None
 

@@ -80,6 +80,7 @@ class Watch:
 
     Attributes:
         width: rows of the model's inputs; 0 before it was called.
+        flattened: some tensor had several entries per row in its first dimension.
         uses: calls since `forget`.
         leaves: tensors that the backward pass has to reach.
         sites: the plan, made in the first forward pass.
@@ -96,6 +97,7 @@ class Watch:
         self._receive: Callable[[Use, Tensor, int], None] | None = None
         self.sites: list[Site] | None = None
         self.width = 0
+        self.flattened = False
         self.uses: list[Use] = []
         self.leaves: list[Tensor] = []
 
@@ -122,7 +124,7 @@ class Watch:
 
     def forget(self) -> None:
         """Start again with no call."""
-        self.uses, self.leaves, self.width = [], [], 0
+        self.uses, self.leaves, self.width, self.flattened = [], [], 0, False
         self._receive = None
         self._training = False
 
@@ -283,6 +285,7 @@ class Watch:
                 "rows; its first dimension must be the row, or clipping would bound something else than a "
                 "record"
             )
+        self.flattened |= len(tensor) > self.width
 
     def _note(self, use: Use) -> None:
         if self._receive is None:  # else gradient checkpointing calls modules again

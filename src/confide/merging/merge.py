@@ -20,7 +20,7 @@ from confide.merging.recipe import DTYPES
 from confide.merging.stream import TensorLine, merge_tensor
 from confide.merging.vectors import CHUNK, Encoder
 from confide.privacy.statement import Base, OwnersChecked, Statement
-from confide.release import format
+from confide.release import agreement, format
 from confide.release.format import ReleaseInfo
 from confide.release.tensors import SHARD_SIZE, Values, write_shards, write_tensors
 from confide.release.write import MERGE_REPORT, TOKENIZER_FILES, write_release
@@ -143,6 +143,9 @@ def write(
         for item in plan.inputs:
             _write_heads(folder, item)
         _copy_base(folder, plan)
+        own = plan.inputs[0].path / agreement.FILE_NAME
+        if plan.statement.agreement and own.exists():
+            shutil.copyfile(own, folder / agreement.FILE_NAME)
         files.write_json(folder / MERGE_REPORT, _report(plan, rule, lines))
 
     written = write_release(
@@ -253,6 +256,7 @@ def _report(plan: Plan, rule: Rule, lines: Sequence[TensorLine]) -> dict[str, An
             }
             for item in plan.inputs
         ],
+        "agreement": {"hash": plan.statement.agreement, "differences": plan.disagreements()},
         "facts": dict(rule.facts),
         "tensors": [asdict(line) for line in lines],
     }

@@ -13,13 +13,13 @@ from confide.merging.inputs import Input, PublicBase, identity, read_inputs, sta
 from confide.merging.operators import find
 from confide.merging.operators.specification import Operator, Rule
 from confide.merging.recipe import Model, Recipe
-from confide.merging.statistics import FILE_NAME as STATISTICS
 from confide.merging.statistics import StatisticsFile, match_statistics
 from confide.merging.stream import reason
 from confide.merging.vectors import CHUNK, Encoder, TaskVectors
 from confide.privacy.composition import compose
 from confide.privacy.statement import Base, OwnersChecked, Statement
-from confide.release.format import ReleaseInfo
+from confide.release import agreement as agreements
+from confide.release.format import STATISTICS, ReleaseInfo
 from confide.release.hashes import tensors_hash
 from confide.release.tensors import FLOATS, STORAGE
 
@@ -64,6 +64,24 @@ class Plan:
         }
         return {key: values[0] if len(values) == 1 else values for key, values in listed.items()}
 
+    def disagreements(self) -> tuple[str, ...]:
+        """What the agreements that the models were trained under differ in; nothing where there are none."""
+        hashes = {item.tasks: item.statement.agreement if item.statement else None for item in self.inputs}
+        if len(set(hashes.values())) == 1:
+            return ()
+        found = [f"{name} was trained under no agreement" for name, value in hashes.items() if not value]
+        known = {
+            item.tasks: agreements.read(item.path / agreements.FILE_NAME)
+            for item in self.inputs
+            if hashes[item.tasks] and (item.path / agreements.FILE_NAME).exists()
+        }
+        unknown = [
+            f"{name} was trained under {value}"
+            for name, value in hashes.items()
+            if value and name not in known
+        ]
+        return (*found, *unknown, *agreements.differences(known))
+
     def rule(self) -> Rule:
         """Look at the whole models, as often as the operator needs to."""
         return prepare(self.vectors, self.operator, self.groups, self.statistics)
@@ -97,11 +115,11 @@ class Plan:
     def memory(self) -> tuple[int, str]:
         """Private memory in bytes that the merge will need, beside Python and numpy, and what for.
 
-        Chunks of every model and the tables of order statistics; for an operator of whole matrices, the
-        largest matrix with its Gram, each a few times.
+        Chunks of every model, and the sample (held twice) or the tables of order statistics; for an operator
+        of whole matrices, the largest matrix with its Gram, each a few times.
         """
         count = self.vectors.count
-        streaming = (3 * count + 12) * CHUNK * 8 + count * (1 << 22)
+        streaming = (3 * count + 12) * CHUNK * 8 + (2 * count + 1) * (1 << 22)
         if self.operator.takes != "matrices":
             return streaming, "chunks of every model"
         needed = [

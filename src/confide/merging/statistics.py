@@ -29,7 +29,6 @@ Array = npt.NDArray[Any]
 Kind = Literal["grams", "fisher"]
 Origin = Literal["public", "released"]
 
-FILE_NAME = "statistics.safetensors"
 _FORMAT = "confide.statistics/1"
 _KINDS: tuple[str, ...] = get_args(Kind)
 _ORIGINS: tuple[str, ...] = get_args(Origin)

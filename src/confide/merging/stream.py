@@ -18,6 +18,7 @@ from confide.merging.vectors import CHUNK, Arrays, TaskVectors, not_finite
 from confide.release.tensors import FLOATS, STORAGE, decode, encode
 
 Array = npt.NDArray[Any]
+_SHORT = 8192
 
 
 @dataclass(frozen=True)
@@ -122,14 +123,14 @@ def _merge(
     start = 0
     kernel = rule.kernel(name)
     for base, chunk in vectors.chunks(name):
-        here = np.array([row @ row for row in chunk])
+        here = _dot(chunk, chunk)
         if not np.isfinite(here).all():
             _blame(vectors, name)
         merged = kernel(chunk, start)
         start += base.size
         squares += here
-        products += chunk @ merged
-        square += float(merged @ merged)
+        products += _dot(chunk, merged)
+        square += float(_dot(merged, merged))
         merged += base
         written = encode(merged, dtype)
         if not np.isfinite(decode(written, dtype)).all():
@@ -165,6 +166,16 @@ def _copy(
         yield written
     nothing = (None,) * vectors.count
     note(TensorLine(name, dtype, vectors.base.shape(name), rule, 0.0, nothing))
+
+
+def _dot(one: Array, other: Array) -> Array:
+    """Products summed over the last axis, in parts so short that BLAS starts no threads of its own."""
+    size = one.shape[-1]
+    cut = size - size % _SHORT
+    parts = (each[..., :cut].reshape(*each.shape[:-1], -1, _SHORT) for each in (one, other))
+    with np.errstate(invalid="ignore", over="ignore"):
+        total: Array = np.vecdot(*parts).sum(axis=-1) + np.vecdot(one[..., cut:], other[..., cut:])
+    return total
 
 
 def _blame(vectors: TaskVectors, name: str) -> None:

@@ -14,7 +14,9 @@ import numpy.typing as npt
 from confide.errors import MergeError
 from confide.release.tensors import FLOATS, Checkpoint, dtype_of
 
-CHUNK = 1 << 15
+Piece = tuple[npt.NDArray[Any], npt.NDArray[Any]]
+
+CHUNK = 1 << 16
 """Coordinates at a time: small enough that a chunk of several models stays in the cache."""
 
 _VOCABULARY = ("word_embeddings.weight", "tok_embeddings.weight", "embed_tokens.weight", "lm_head.weight")
@@ -165,23 +167,37 @@ class TaskVectors:
         """Tensors in which some task vector isn't zero."""
         return tuple(name for name in self.names if self._differs(name))
 
-    def chunks(self, name: str) -> Iterator[tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]]:
-        """Pieces of a flattened tensor, in order.
-
-        Yields:
-            base: (n,) θ₀.
-            vectors: (T, n) D_t. Both float64, and overwritten by the next piece.
-        """
+    def chunks(self, name: str, dtype: npt.DTypeLike = np.float64) -> Iterator[Piece]:
+        """`piece` after piece of a flattened tensor, in order."""
         size = self.size(name)
         for start in range(0, size, CHUNK):
-            stop = min(start + CHUNK, size)
-            base, vectors = self._base[: stop - start], self._vectors[:, : stop - start]
-            base[...] = self.base.read(name, start, stop)
-            with np.errstate(invalid="ignore"):
-                for model, vector in zip(self.models, vectors, strict=True):
-                    vector[...] = model.read(name, start, stop)
+            yield self.piece(name, start, min(start + CHUNK, size), dtype)
+
+    def piece(self, name: str, start: int, stop: int, dtype: npt.DTypeLike = np.float64) -> Piece:
+        """Coordinates [start, stop) of a flattened tensor, at most `CHUNK` of them.
+
+        Args:
+            dtype: of the task vectors, float64 or float32: the difference, rounded once.
+
+        Returns:
+            base: (n,) θ₀.
+            vectors: (T, n) D_t. Both may be written over, and are by the next piece.
+        """
+        size = stop - start
+        stored = self.base.read(name, start, stop)
+        kind = np.result_type(stored, dtype)
+        base = self._base.view(kind)[:size]
+        vectors = self._vectors.view(dtype)[:, :size]
+        base[...] = stored
+        with np.errstate(invalid="ignore", over="ignore"):
+            for model, vector in zip(self.models, vectors, strict=True):
+                values = model.read(name, start, stop)
+                if vector.dtype == np.float64:
+                    vector[...] = values
                     vector -= base
-            yield base, vectors
+                else:
+                    np.subtract(values, base, out=vector, casting="same_kind")
+        return base, vectors
 
     def matrices(self, name: str, blocks: int = 1) -> list[Matrices]:
         """A 2-D tensor whole, or cut into blocks of as many rows each, if that is possible."""

@@ -16,7 +16,10 @@ from confide.models.backbones import Classifier
 from confide.models.moe.attach import merged_experts, trained_names
 from confide.models.moe.layers import SparseLayer, sparse_layers
 
-_BLOCK = re.compile(r"\.layer\.(\d+)\.")
+_BLOCK = re.compile(r"\.layers?\.(\d+)\.")
+_UNREAD = (
+    "mask_token"  # of image models; only pretraining reads it, so that it would be trained on noise alone
+)
 
 
 class Trainable(BaseModel):
@@ -30,7 +33,7 @@ class Trainable(BaseModel):
         train_a: whether LoRA's A is trained too. False keeps it at its public random value: half as much to
             add noise to, and ΔW linear in what is trained (FFA-LoRA, Sun et al. 2024); worse where measured.
         targets: ends of the names of the Linear layers that LoRA adapts, whole components: `value`, or
-            `attention.output.dense`.
+            `attention.output.dense`; by default what families call the projections of queries and values.
     """
 
     kind: Literal["head", "lora", "blocks", "all"] = "lora"
@@ -38,7 +41,7 @@ class Trainable(BaseModel):
     rank: int = Field(default=8, gt=0)
     alpha: float = Field(default=16.0, gt=0, allow_inf_nan=False)
     train_a: bool = True
-    targets: tuple[str, ...] = ("query", "value")
+    targets: tuple[str, ...] = ("query", "value", "q_proj", "v_proj", "q_lin", "v_lin")
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -152,7 +155,7 @@ def _block_count(model: nn.Module) -> int:
 
 def _is_trained(name: str, kind: str, lowest: int) -> bool:
     if kind == "all":
-        return True
+        return not name.endswith(_UNREAD)
     match = _BLOCK.search(name)
     return kind == "blocks" and match is not None and int(match[1]) >= lowest
 

@@ -1,36 +1,48 @@
-"""Public pretrained encoders: finding them, and putting a classifier on top."""
+"""Public pretrained encoders: finding them, and putting a head on top."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from confide.errors import ModelError
+from confide.release.format import PREPROCESSOR, TEXT_CLASSES, Problem, preprocessor
+from confide.release.names import PREFIXES, canonical
+from confide.release.tensors import Checkpoint
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 _FILES = ["*.json", "*.safetensors", "*.txt", "*.model"]
 
 
 @dataclass(frozen=True)
 class Classifier:
-    """An encoder with a freshly initialised classification head.
+    """An encoder with a freshly initialised head.
 
     Attributes:
-        model: `AutoModelForSequenceClassification` in evaluation mode: dropout is off, because a mask that
-            records share would tie one record's gradient to the others'.
-        tokenizer: the base's own.
+        model: transformers' own class for the problem, in evaluation mode: dropout is off, because a mask
+            that records share would tie one record's gradient to the others'.
+        tokenizer: the base's own; None for images.
         prefix: what the classifier puts before the encoder's parameter names, such as `bert.`.
         head: names of the head's parameters.
+        problem: what it reads and says.
+        colours: mean and deviation of each colour that images are normalised by.
+        unused: tensors of the base that this class has no use for (a pooler, where the head reads something
+            else); released as they are, so that releases for different problems can be merged.
     """
 
     model: nn.Module
     tokenizer: Any
     prefix: str
     head: tuple[str, ...]
+    problem: Problem = TEXT_CLASSES
+    colours: tuple[tuple[float, ...], tuple[float, ...]] | None = None
+    unused: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def resolve(base: str) -> Path:
@@ -56,20 +68,23 @@ def resolve(base: str) -> Path:
     return _from_hub(base)
 
 
-def load_classifier(folder: Path, labels: tuple[str, ...], seed: int) -> Classifier:
-    """Load the base with a new head for `labels`.
+def load_classifier(
+    folder: Path, labels: tuple[str, ...], seed: int, problem: Problem | None = None
+) -> Classifier:
+    """Load the base with a new head.
 
     Args:
         folder: from `resolve`.
-        labels: class names in the order of the logits.
+        labels: class names in the order of the logits; none for a number.
         seed: fixes the head's initial weights; public.
+        problem: what it is for; classes of texts if left out.
 
     Raises:
-        ModelError: not an encoder that transformers can classify with, or weights are missing from it.
+        ModelError: not an encoder that transformers has such a head for, or weights are missing from it.
     """
     import torch
 
-    classifier, _ = _load(folder, labels)
+    classifier, _ = _load(folder, labels, problem or TEXT_CLASSES)
     model: Any = classifier.model
     wanted = set(classifier.head)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -83,17 +98,32 @@ def load_classifier(folder: Path, labels: tuple[str, ...], seed: int) -> Classif
     return classifier
 
 
-def load_trained(folder: Path, labels: tuple[str, ...]) -> Classifier:
+def positions_of(model: Any, otherwise: int) -> int:
+    """The most tokens that a model has positions for; `otherwise` where its configuration says nothing.
+
+    RoBERTa and its kin keep the first positions for padding, so that their table is longer than any text.
+    """
+    table = int(getattr(model.config, "max_position_embeddings", otherwise))
+    reserved = [
+        module.padding_idx + 1
+        for name, module in model.named_modules()
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None
+    ]
+    return table - max(reserved, default=0)
+
+
+def load_trained(folder: Path, labels: tuple[str, ...], problem: Problem | None = None) -> Classifier:
     """Load a classifier that was trained, with its own head.
 
     Raises:
         ModelError: as `load_classifier`, or the head for these labels is not there.
     """
-    classifier, stored = _load(folder, labels)
+    classifier, stored = _load(folder, labels, problem or TEXT_CLASSES)
     absent = sorted(set(classifier.head) - stored)
     if absent:
         raise ModelError(
-            f"{folder} holds no head for {len(labels)} labels: {absent[0]} is missing or has another shape"
+            f"{folder} holds no head for {f'{len(labels)} labels' if labels else 'a number'}: {absent[0]} is "
+            "missing or has another shape"
         )
     return classifier
 
@@ -124,22 +154,47 @@ def load_encoder(folder: Path) -> tuple[nn.Module, Any]:
     return model.eval(), tokenizer
 
 
-def _load(folder: Path, labels: tuple[str, ...]) -> tuple[Classifier, set[str]]:
+def answer_in(classifier: Classifier, label_range: tuple[float, float]) -> None:
+    """Scale a head that was trained to answer in [-1, 1] back to the range of the labels, in place."""
+    import torch
+
+    low, high = label_range
+    last = next(name for name in reversed(classifier.head) if name.endswith(".weight"))
+    with torch.no_grad():
+        classifier.model.get_parameter(last).mul_((high - low) / 2)
+        bias = classifier.model.get_parameter(last.removesuffix("weight") + "bias")
+        bias.mul_((high - low) / 2).add_((high + low) / 2)
+
+
+def stored_names(classifier: Classifier, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Tensors under the names that transformers writes, which are those that the base's file has.
+
+    In memory, version 5 calls the parameters of some families otherwise.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(classifier.model, dict(state))  # type: ignore[no-any-return]
+
+
+def _load(folder: Path, labels: tuple[str, ...], problem: Problem) -> tuple[Classifier, set[str]]:
     """The classifier, and the names of the parameters that the folder holds."""
     import torch
-    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+    import transformers
 
     import confide.models.moe.bert  # noqa: F401  so that the Auto classes know it
 
-    config = _read(AutoConfig, folder)
-    _require_encoder(config, folder)
-    config.num_labels = len(labels)
-    config.id2label = dict(enumerate(labels))
-    config.label2id = {label: index for index, label in enumerate(labels)}
-    config.problem_type = "single_label_classification"
+    config = _read(transformers.AutoConfig, folder)
+    _require_encoder(config, folder, problem)
+    if problem.target == "number":
+        config.num_labels, config.problem_type = 1, "regression"
+    else:
+        config.num_labels = len(labels)
+        config.id2label = dict(enumerate(labels))
+        config.label2id = {label: index for index, label in enumerate(labels)}
+        config.problem_type = "single_label_classification"
     with torch.random.fork_rng(devices=[]), _quiet():
         model, found = _read(
-            AutoModelForSequenceClassification,
+            getattr(transformers, problem.loader),
             folder,
             config=config,
             dtype=torch.float32,
@@ -157,8 +212,59 @@ def _load(folder: Path, labels: tuple[str, ...]) -> tuple[Classifier, set[str]]:
         )
     names = [name for name, _ in model.named_parameters()]
     head = tuple(name for name in names if not name.startswith(prefix))
-    tokenizer = _read(AutoTokenizer, folder)
-    return Classifier(model.eval(), tokenizer, prefix, head), set(names) - absent
+    images = problem.inputs == "image"
+    classifier = Classifier(
+        model.eval(),
+        None if images else _tokenizer(folder, config, problem),
+        prefix,
+        head,
+        problem,
+        _colours(folder) if images else None,
+        _unused(folder, prefix, found["unexpected_keys"]),
+    )
+    return classifier, set(names) - absent
+
+
+def _tokenizer(folder: Path, config: Any, problem: Problem) -> Any:
+    from transformers import AutoTokenizer
+
+    # Byte-level vocabularies tell a word from the rest of one by the space before it.
+    spaced = (
+        {"add_prefix_space": True} if problem.target == "tokens" and config.model_type in _BYTE_LEVEL else {}
+    )
+    return _read(AutoTokenizer, folder, **spaced)
+
+
+_BYTE_LEVEL = ("roberta", "longformer", "modernbert", "deberta")
+
+
+def _colours(folder: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    file = folder / PREPROCESSOR
+    try:
+        base = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        found = preprocessor(base, 1)
+        mean, std = (tuple(float(value) for value in found[name]) for name in ("image_mean", "image_std"))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ModelError(f"{file} can't be read: {error}") from error
+    if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
+        raise ModelError(
+            f"{file}: image_mean and image_std need a value for each of 3 colours, above 0 for std"
+        )
+    return mean, std
+
+
+def _unused(folder: Path, prefix: str, names: Any) -> dict[str, Tensor]:
+    """The encoder's own among the tensors that a model class left out."""
+    import torch
+
+    checkpoint = Checkpoint.open(folder)
+    inner = prefix if any(name.startswith(prefix) for name in checkpoint.names) else ""
+    pooler = {name for name in names if name.removeprefix(inner).startswith("pooler.")}
+    return {
+        prefix + canonical(name.removeprefix(inner)): torch.from_numpy(checkpoint.numpy(name).copy())
+        for name in sorted(pooler)
+        if name in checkpoint
+    }
 
 
 def _read(factory: Any, folder: Path, **options: Any) -> Any:
@@ -169,20 +275,44 @@ def _read(factory: Any, folder: Path, **options: Any) -> Any:
         raise ModelError(f"{folder} can't be loaded with {factory.__name__}: {first}") from error
 
 
-def _require_encoder(config: Any, folder: Path) -> None:
+def _require_encoder(config: Any, folder: Path, problem: Problem) -> None:
     from transformers.models.auto import modeling_auto as auto
 
     from confide.models.moe.bert import MODEL_TYPE
 
     kind = config.model_type
-    if kind == MODEL_TYPE:
+    if problem.inputs == "image":
+        if kind not in PREFIXES or kind not in auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:
+            raise ModelError(
+                f"{folder} holds a {kind!r} model, which does not read images; use a ViT, DeiT or DINOv2"
+            )
+        assert problem.image_size is not None
+        _require_size(config, folder, problem.image_size)
+        return
+    if kind == MODEL_TYPE and problem.target != "tokens":
         return
     masked = kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    classifies = kind in auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
-    if not (masked and classifies) or config.is_encoder_decoder or getattr(config, "is_decoder", False):
+    mapping = (
+        auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
+        if problem.target == "tokens"
+        else auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    )
+    if not (masked and kind in mapping) or config.is_encoder_decoder or getattr(config, "is_decoder", False):
         raise ModelError(
             f"{folder} holds a {kind!r} model, which is not an encoder for classification; "
             "use an encoder such as BERT"
+        )
+
+
+def _require_size(config: Any, folder: Path, size: int) -> None:
+    if size % config.patch_size:
+        raise ModelError(
+            f"{folder} reads patches of {config.patch_size} pixels; the image size {size} is no multiple"
+        )
+    if config.model_type != "dinov2" and size != config.image_size:
+        raise ModelError(
+            f"{folder} has positions for images of {config.image_size} pixels only, not {size}; "
+            f"use --image-size {config.image_size}"
         )
 
 

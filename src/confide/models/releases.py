@@ -29,8 +29,8 @@ def load_release(folder: Path, task: str | None = None) -> tuple[Classifier, Hea
     info = format.read(folder)
     head = info.head(task) if task is not None else info.only_head()
     if info.kind == "model":
-        return load_trained(folder, head.labels), head
-    classifier = load_classifier(folder, head.labels, seed=0)
+        return load_trained(folder, head.labels, head.problem), head
+    classifier = load_classifier(folder, head.labels, seed=0, problem=head.problem)
     tensors = load_file(folder / "heads" / head.task / WEIGHTS)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     for name in classifier.head:

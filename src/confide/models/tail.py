@@ -1,7 +1,7 @@
 """The trained top of a BERT classifier on cached outputs of its frozen bottom.
 
 What lies below the lowest trained block is a fixed public function of a record, so it is computed once. And
-only the first token's output reaches the head, so the last block computes nothing else.
+where a pooler passes only the first token's output to the head, the last block computes nothing else.
 """
 
 from __future__ import annotations
@@ -79,18 +79,24 @@ class Tail(nn.Module):
         self.head = classifier.model.get_submodule("classifier")
 
     def forward(self, hidden: Tensor, attention_mask: Tensor) -> Tensor:
-        """Logits (rows, classes) of hidden states (rows, length, width) and their mask."""
+        """Logits of hidden states (rows, length, width) and their mask: (rows, classes), per token without a
+        pooler."""
         mask = attention_mask[:, None, None, :]
         for index, block in enumerate(self.blocks):
-            last = index == len(self.blocks) - 1
+            last = self.pooler is not None and index == len(self.blocks) - 1
             hidden = _first_token(block, hidden, mask) if last else _block(block, hidden, mask)
-        return self.head(self.pooler(hidden))  # type: ignore[no-any-return]
+        return self.head(hidden if self.pooler is None else self.pooler(hidden))  # type: ignore[no-any-return]
 
 
 def supports(classifier: Classifier) -> bool:
     """Whether `Tail` knows this architecture exactly."""
     config: Any = classifier.model.config
     return bool(config.model_type == "bert" and config.hidden_act == "gelu")
+
+
+def pools(classifier: Classifier) -> bool:
+    """Whether the head reads nothing but the first token's output."""
+    return classifier.problem.target != "tokens"
 
 
 def features(
@@ -112,7 +118,7 @@ def features(
     """
     bert: Any = classifier.model.get_submodule(classifier.prefix.rstrip("."))
     frozen = bert.encoder.layer[start:first_block]
-    only_first = first_block == len(bert.encoder.layer)
+    only_first = pools(classifier) and first_block == len(bert.encoder.layer)
     kept = np.ones_like(source.lengths) if only_first else source.lengths
     offsets = np.concatenate([[0], np.cumsum(kept)]).astype(np.int64)
     hidden = torch.empty(int(offsets[-1]), bert.config.hidden_size)
@@ -120,7 +126,7 @@ def features(
         for rows in batches:
             inputs = source.batch(rows)
             mask = inputs["attention_mask"].bool()[:, None, None, :]
-            state = inputs["hidden"] if "hidden" in inputs else bert.embeddings(input_ids=inputs["input_ids"])
+            state = inputs["hidden"] if "hidden" in inputs else _embedded(bert, inputs)
             for index, block in enumerate(frozen):
                 last = only_first and index == len(frozen) - 1
                 state = _first_token(block, state, mask) if last else _block(block, state, mask)
@@ -128,6 +134,12 @@ def features(
                 hidden[offsets[row] : offsets[row + 1]] = output[: kept[row]]
             progress(len(rows))
     return Features(hidden, offsets)
+
+
+def _embedded(bert: Any, inputs: Batch) -> Tensor:
+    return bert.embeddings(  # type: ignore[no-any-return]
+        input_ids=inputs["input_ids"], token_type_ids=inputs.get("token_type_ids")
+    )
 
 
 def _block(block: Any, hidden: Tensor, mask: Tensor, queries: int | None = None) -> Tensor:

@@ -54,9 +54,15 @@ def epsilon(event: Mechanism | Composed, delta: float, adjacency: Adjacency = "a
         raise PrivacyError(f"delta must lie between 0 and 1, not {delta}")
     if adjacency not in _ADJACENCIES:
         raise PrivacyError(f"unknown adjacency {adjacency!r}; use one of {list(_ADJACENCIES)}")
-    # In one order, so that the order of events changes no digit; remembered, as merges price the same runs
-    # again.
-    return _price(Composed(effective(event)), delta, adjacency)
+    try:
+        # In one order, so that the order of events changes no digit; remembered, as merges price the same
+        # runs again.
+        return _price(Composed(effective(event)), delta, adjacency)
+    except (ArithmeticError, ValueError, MemoryError, RecursionError) as error:
+        raise PrivacyError(
+            f"nothing can be claimed: the event's numbers can't be computed with ({type(error).__name__}); "
+            "check its noise multipliers, rates and steps"
+        ) from None
 
 
 @lru_cache(maxsize=512)

@@ -11,7 +11,7 @@ from confide.errors import PrivacyError
 from confide.privacy import words
 from confide.privacy.accountant import epsilon
 from confide.privacy.calibration import delta_warning
-from confide.privacy.disjointness import Pairs, apart, groups
+from confide.privacy.disjointness import Pairs, apart, check_dataset_name, groups
 from confide.privacy.disjointness import canonical as canonical
 from confide.privacy.events import Composed, leaves
 from confide.privacy.statement import (
@@ -19,6 +19,7 @@ from confide.privacy.statement import (
     Claim,
     LedgerEntry,
     OwnersChecked,
+    Published,
     Said,
     Spending,
     Statement,
@@ -95,9 +96,12 @@ def training_statement(
     base: Base,
     steps_run: Mapping[str, int],
     labels_from: Literal["declared", "file"] = "declared",
+    label_range: tuple[float, float] | None = None,
     simulated: bool = False,
     weights: Mapping[str, str] | None = None,
+    published: Sequence[Published] = (),
     ledger: LedgerEntry | None = None,
+    agreement: str | None = None,
 ) -> Statement:
     """What one training run claims.
 
@@ -105,8 +109,11 @@ def training_statement(
         schedule, delta, dataset, units, run, steps_run, simulated: as in `training_spending`.
         base: the public model that was fine-tuned.
         labels_from: whether the labels were declared or read from the data.
+        label_range: declared bounds of labels that are numbers.
         weights: SHA-256 by path; writing the release fills them in.
+        published: noisy numbers that the schedule's queries paid for.
         ledger: where the run was charged.
+        agreement: hash of what was agreed with others before training.
 
     Raises:
         PrivacyError: a private run without δ, more steps run than planned, or no finite bound.
@@ -127,7 +134,9 @@ def training_statement(
         unit=schedule.unit,
         delta=spending.delta,
         labels_from=labels_from,
+        label_range=label_range,
     )
+    sentences += words.test_units(dataset, published)
     return Statement(
         kind="training",
         confide=version("confide"),
@@ -137,7 +146,9 @@ def training_statement(
         weights=dict(weights or {}),
         spendings=(spending,),
         assumptions=sentences if claim else (),
+        published=tuple(published),
         ledger=ledger,
+        agreement=agreement,
     )
 
 
@@ -189,6 +200,7 @@ def compose(
         owners = [tuple(dict.fromkeys(s.dataset for s in part.spendings)) for part in known]
         checked = disjoint if isinstance(disjoint, OwnersChecked) else None
         sentences[words.disjointness(owners, checked)] = None
+    agreements = {statement.agreement if statement else None for statement in statements}
     return Statement(
         kind="merge",
         confide=version("confide"),
@@ -199,6 +211,7 @@ def compose(
         spendings=spendings,
         disjoint=disjoint if isinstance(disjoint, OwnersChecked) else "declared" if disjoint else None,
         assumptions=tuple(sentences) if claim else (),
+        agreement=agreements.pop() if len(agreements) == 1 else None,
         inputs=tuple(said) if said is not None else tuple(statement.to_json() for statement in known),
     )
 
@@ -220,6 +233,7 @@ def check(statement: Statement) -> None:
         raise PrivacyError("the statement lists a run twice")
     for spending in statement.spendings:
         check_spending(spending)
+    _check_published(statement)
     if statement.kind == "merge":
         _check_inputs(statement)
     elif len(statement.spendings) != 1 or statement.inputs or statement.disjoint:
@@ -232,6 +246,8 @@ def check(statement: Statement) -> None:
         if not statement.no_claim:
             raise PrivacyError("the statement makes no claim and doesn't say why")
         return
+    if statement.no_claim:
+        raise PrivacyError(f"the statement claims something, and says that it doesn't: {statement.no_claim}")
     honest, reason = _honest(statement)
     if honest is None:
         raise PrivacyError(f"the statement claims epsilon = {claim.epsilon:.6g}, but {reason}")
@@ -253,6 +269,24 @@ def check(statement: Statement) -> None:
             f"the claim doesn't hold: it says epsilon is certainly above {claim.epsilon_lower:.6g}, but its "
             f"events cost at most {honest.epsilon:.6g}"
         )
+
+
+def _check_published(statement: Statement) -> None:
+    """Whether a query of the schedule paid for every number that is published, each for one."""
+    paid = {
+        query.name: query
+        for spending in statement.spendings
+        if statement.kind == "training" and spending.schedule
+        for query in spending.schedule.queries
+        if query.purpose == "accuracy"
+    }
+    for number in statement.published:
+        query = paid.pop(number.query, None)
+        if query is None or query.noise_multipliers != (number.noise,):
+            raise PrivacyError(
+                f"the statement publishes {number.metric} = {number.value:.4g} with noise {number.noise:g}, "
+                "but no query of its schedule paid for that"
+            )
 
 
 def _check_inputs(statement: Statement) -> None:
@@ -377,13 +411,17 @@ def check_spending(spending: Spending) -> None:
     """Whether a spending agrees with itself.
 
     Raises:
-        PrivacyError: the event isn't what the schedule spends, δ is missing, or more ran than was planned.
+        PrivacyError: a name with unseen characters, an event beside a reason why there is none, or one that
+            isn't what the schedule spends, no δ, or more ran than was planned.
     """
+    check_dataset_name(spending.dataset)
     where = f"run {spending.run} on {spending.dataset}"
     if spending.event is None:
         if not spending.no_claim:
             raise PrivacyError(f"{where} has no event and doesn't say why")
         return
+    if spending.no_claim:
+        raise PrivacyError(f"{where} has an event, but says that it claims nothing: {spending.no_claim}")
     if not leaves(spending.event):
         raise PrivacyError(f"{where} has an event in which nothing was asked; it says nothing about the run")
     if spending.delta is None or not 0 < spending.delta < 1:

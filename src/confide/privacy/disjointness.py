@@ -8,8 +8,10 @@ earlier merge left undeclared stays composed, and what it declared stays apart.
 from __future__ import annotations
 
 import itertools
+import unicodedata
 from collections.abc import Collection, Sequence
 
+from confide.errors import PrivacyError
 from confide.privacy.statement import Statement
 from confide.privacy.streams import Adjacency
 
@@ -19,8 +21,22 @@ _MOST_GROUPS = 256  # each is priced
 
 
 def canonical(dataset: str) -> str:
-    """Names that differ in case or blanks only are one data set: the other guess would claim too little."""
-    return " ".join(dataset.split()).casefold()
+    """Names that look alike are one data set: the other guess would claim too little.
+
+    Case, blanks, and the ways in which Unicode spells one character (NFKC) make no difference.
+    """
+    folded = unicodedata.normalize("NFKC", dataset).casefold()
+    return " ".join(unicodedata.normalize("NFKC", folded).split())
+
+
+def check_dataset_name(dataset: str) -> None:
+    """Make sure that two names that look the same are the same.
+
+    Raises:
+        PrivacyError: nothing to see, or characters that can't be seen.
+    """
+    if not dataset.strip() or not dataset.isprintable():
+        raise PrivacyError(f"{dataset!r} can't name a data set; use printable characters")
 
 
 def apart(inputs: Sequence[Statement], *, disjoint: bool) -> Pairs:

@@ -124,6 +124,8 @@ def _error_probabilities(
         interval *= factor
         losses = [_round_loss(g, 1e-4 * delta / steps, adjacency, interval) for g in groups]
         low, high, outside = _window(losses, interval, 1e-6 * delta)
+    if high - low > 2 * _LARGEST_WINDOW:  # more steps than grid points: nothing is proven
+        return np.zeros(1), np.zeros(1)
     size = fft.next_fast_len(high - low + 1, real=True)
     p, p_error = _convolve([(part.first, part.p, part.steps) for part in losses], low, size)
     log_mass = sum(part.steps * math.log(float(part.tilted.sum())) for part in losses)

@@ -61,9 +61,11 @@ class PoissonGaussian:
         (Σ σᵢ⁻²)^−½, applied before subsampling: the queries see the same draw, so they are never priced
         as separate subsampled steps (that claims ε = 4 where the truth is 10 to 16).
         """
-        if min(self.noise_multipliers) == 0:
+        least = min(self.noise_multipliers)
+        if least == 0:
             return 0.0
-        return float(sum(sigma**-2.0 for sigma in self.noise_multipliers) ** -0.5)
+        # Relative to the least, which neither overflows nor changes a single query's σ.
+        return least / math.sqrt(math.fsum((least / sigma) ** 2 for sigma in self.noise_multipliers))
 
 
 @dataclass(frozen=True)

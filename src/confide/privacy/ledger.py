@@ -36,7 +36,8 @@ from confide.privacy import chain
 from confide.privacy.account import Account, accounts
 from confide.privacy.chain import SCHEMA as SCHEMA
 from confide.privacy.chain import Entry
-from confide.privacy.composition import canonical, check_spending
+from confide.privacy.composition import check_spending
+from confide.privacy.disjointness import canonical, check_dataset_name
 from confide.privacy.statement import Spending
 from confide.privacy.streams import Budget
 
@@ -222,8 +223,7 @@ def _create(connection: Connection) -> None:
 
 
 def _checked_name(dataset: str) -> str:
-    if not dataset.strip() or not dataset.isprintable():
-        raise PrivacyError(f"{dataset!r} can't name a data set; use printable characters")
+    check_dataset_name(dataset)
     return canonical(dataset)
 
 

@@ -22,9 +22,10 @@ class Query:
     Attributes:
         name: unique in the schedule; addresses the noise.
         purpose: what is released, and so what a noise multiplier counts in:
-            `gram`: per layer, Σ XᵢᵀXᵢ over units whose tokens are scaled to energy Σₜ‖xₜ‖² ≤ R²; in R², on
-            the isometric vector (Gⱼⱼ, √2·Gⱼₖ). `fisher`: per parameter group, Σ g∘g over units with
-            ‖g‖ ≤ C; in C². `accuracy`: how many records are labelled rightly; in records.
+            `gram`: per layer, Σ G over units whose Gram is scaled to Frobenius norm ‖G‖ ≤ R²; in R², on the
+            isometric vector (Gⱼⱼ, √2·Gⱼₖ). `fisher`: Σ f over units whose diagonal is scaled to length
+            ‖f‖ ≤ R²; in R². `accuracy`: how many test units are labelled rightly, one with several rows by
+            the mean over them; in units.
         noise_multipliers: of each released array, positive. Calibration never changes them.
     """
 

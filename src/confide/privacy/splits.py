@@ -12,7 +12,7 @@ from scipy import optimize
 from confide.errors import PrivacyError
 from confide.privacy.calibration import calibrate, check_fixed_part, smallest_factor
 from confide.privacy.events import PoissonGaussian, effective
-from confide.privacy.streams import Budget, Schedule, Stream
+from confide.privacy.streams import Budget, Clipping, Schedule, Stream
 
 Rule = Literal["shared_share", "paper-ratio", "basic"]
 
@@ -113,8 +113,7 @@ def _each_alone(schedule: Schedule, budget: Budget, shares: Mapping[str, float])
 
 def _gradients(stream: Stream) -> Stream:
     """The stream without the count of adaptive clipping, whose noise is fixed."""
-    flat = dataclasses.replace(stream.clipping, rule="flat", count_noise=None)
-    return dataclasses.replace(stream, clipping=flat)
+    return dataclasses.replace(stream, clipping=Clipping("flat", stream.clipping.bound))
 
 
 def _scaled(stream: Stream, factor: float) -> Stream:

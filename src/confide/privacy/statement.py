@@ -113,6 +113,24 @@ class OwnersChecked(_Frozen):
     when: datetime.date
 
 
+class Published(_Frozen):
+    """A number about the records that is released beside the weights, for which a query paid.
+
+    Attributes:
+        query: name of the schedule's query.
+        metric: what the number is.
+        value: noisy count of rightly labelled test units over `units`; the noise may push it out of [0, 1].
+        units: number of test units, a public constant.
+        noise: standard deviation of the noise on the count, in units.
+    """
+
+    query: str
+    metric: Literal["accuracy"]
+    value: float = Field(allow_inf_nan=False)
+    units: int = Field(gt=0)
+    noise: float = Field(gt=0, allow_inf_nan=False)
+
+
 class Signature(_Frozen):
     """Whose word a statement is.
 
@@ -138,7 +156,10 @@ class Statement(_Frozen):
         disjoint: who says that no unit is in data sets of two inputs of this merge; None: nobody, so
             what was spent on them composes.
         assumptions: sentences under which the claim holds.
+        published: noisy numbers about the records, of a training run.
         ledger: where the run was charged; None for a merge, or a run that no ledger knows.
+        agreement: hash of what the run's owner agreed with others before training, or of what all inputs
+            of a merge were trained under; None where there is none.
         inputs: the statements of what was merged, each as its author wrote and signed it.
         signature: None: nobody answers for the statement.
     """
@@ -154,7 +175,9 @@ class Statement(_Frozen):
     spendings: tuple[Spending, ...]
     disjoint: Literal["declared"] | OwnersChecked | None = None
     assumptions: tuple[str, ...]
+    published: tuple[Published, ...] = ()
     ledger: LedgerEntry | None = None
+    agreement: str | None = Field(default=None, pattern="^sha256:[0-9a-f]{64}$")
     inputs: tuple[Said, ...] = ()
     signature: Signature | None = None
 

@@ -44,8 +44,9 @@ class Clipping:
             to bound·g/(‖g‖ + stability) (AUTO-S, Bu et al. 2023). Either way a unit contributes a vector of
             norm at most `bound` to the sum. `adaptive` is `flat` with a bound that follows a quantile of the
             gradients' norms (Andrew et al. 2021, arXiv 1905.03871); the count that steers it is one more
-            query on the draw. `none` leaves gradients as they are, and is legal only without noise, where
-            nothing is claimed.
+            query on the draw. `per-role` is `flat` for each of the stream's groups apart, by `shares`, so
+            that a long gradient of the head leaves the encoder's alone. `none` leaves gradients as they are,
+            and is legal only without noise, where nothing is claimed.
         bound: C, in gradient units; of the first step for `adaptive`; unused by `none`.
         stability: γ of `normalised`; unused by others.
         quantile: share of the gradients that `adaptive` leaves unclipped.
@@ -53,14 +54,18 @@ class Clipping:
         count_noise: of `adaptive`, and only there: standard deviation of the noise on the number of unclipped
             units. Each unit counts ±½ around the middle, so the noise multiplier is twice this. A twentieth
             of the expected batch is usual. Calibration leaves it as it is.
+        shares: of `per-role`, and only there: the share of C² for each group of the stream, in order. Group
+            g is clipped to C·√share, so that all groups together are at most C long, and the noise is σ·C on
+            every parameter, as with `flat`.
     """
 
-    rule: Literal["flat", "normalised", "adaptive", "none"]
+    rule: Literal["flat", "normalised", "per-role", "adaptive", "none"]
     bound: float
     stability: float = 0.01
     quantile: float = 0.5
     quantile_rate: float = 0.2
     count_noise: float | None = None
+    shares: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.bound) and self.bound > 0):
@@ -76,6 +81,21 @@ class Clipping:
                 f"quantile must lie between 0 and 1 and its rate above 0, not {self.quantile} and "
                 f"{self.quantile_rate}"
             )
+        if (self.rule == "per-role") != (self.shares is not None):
+            raise PrivacyError("shares belong to per-role clipping, and only to it")
+        if self.shares is not None and not (
+            all(share > 0 for share in self.shares) and 0 < math.fsum(self.shares) <= 1
+        ):
+            raise PrivacyError(
+                f"shares of the clipping bound must be positive and add up to at most 1, not {self.shares}"
+            )
+
+    @property
+    def bounds(self) -> tuple[float, ...]:
+        """C of each group under `per-role`; the one bound under other rules."""
+        if self.shares is None:
+            return (self.bound,)
+        return tuple(self.bound * math.sqrt(share) for share in self.shares)
 
     @property
     def count_multiplier(self) -> float | None:
@@ -124,7 +144,12 @@ class Stream:
         anchor_form: `coupled` adds 2λ(w − w₀) to the noisy gradient before the optimizer (DP-Merging,
             equation 7); `decoupled` moves w by −rate·2λ(w − w₀) beside the optimizer.
         optimizer: rule applied to the noisy gradient.
-        decay: of the learning rates: `constant`, or `linear` to 0 after the last step.
+        bias_correction: of `adamw` only: AdamW's second moment holds the noise's variance (σC/B)² beside the
+            gradient's; above 0 the variance is subtracted, and this is the floor of what is left (γ′ of
+            DP-AdamBC, Tang et al. 2024, arXiv 2312.14334). 0 leaves it in.
+        decay: of the learning rates: `constant`, or `linear` or along half a `cosine` to 0 after the last
+            step.
+        warmup: steps in which the rates first rise from 0, linearly.
         weight_decay: decoupled decay towards 0; must be 0 beside an anchor, which pulls to w₀.
         sampling: how units join a draw; only `poisson` has a claim.
         record_weight: by what a record's loss is multiplied before its gradient is clipped. `none`: 1.
@@ -151,7 +176,9 @@ class Stream:
     anchor: float = 0.0
     anchor_form: Literal["coupled", "decoupled"] = "coupled"
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    decay: Literal["constant", "linear"] = "constant"
+    bias_correction: float = 0.0
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    warmup: int = 0
     weight_decay: float = 0.0
     sampling: str = "poisson"
     record_weight: Literal["none", "residual"] = "none"
@@ -195,6 +222,24 @@ class Stream:
             raise PrivacyError(
                 f"{where}: {self.experts} experts share a draw so small that less than one unit is expected "
                 f"for each (the denominator is {self.denominator:g}); raise the batch"
+            )
+        if self.ownership == "owner" and self.clipping.rule == "adaptive":
+            raise PrivacyError(
+                f"{where}: adaptive clipping takes its share of unclipped units from the denominator, which "
+                "for experts with owners need not be the expected draw; clip by `flat` or `normalised`"
+            )
+        if not 0 <= self.warmup < self.steps:
+            raise PrivacyError(f"{where}: a warmup of {self.warmup} steps doesn't fit into {self.steps}")
+        if not (math.isfinite(self.bias_correction) and self.bias_correction >= 0):
+            raise PrivacyError(f"{where}: bad floor for the bias correction: {self.bias_correction}")
+        if self.bias_correction and self.optimizer != "adamw":
+            raise PrivacyError(
+                f"{where}: bias correction is for adamw; {self.optimizer} has no second moment"
+            )
+        if self.clipping.shares is not None and len(self.clipping.shares) != len(self.groups):
+            raise PrivacyError(
+                f"{where}: per-role clipping needs a share for each of its {len(self.groups)} groups, not "
+                f"{len(self.clipping.shares)}"
             )
 
     @property

@@ -16,7 +16,7 @@ from confide.privacy.events import (
     TruncatedPoissonGaussian,
     leaves,
 )
-from confide.privacy.statement import OwnersChecked, Spending, Statement, common_adjacency
+from confide.privacy.statement import OwnersChecked, Published, Spending, Statement, common_adjacency
 from confide.privacy.streams import Adjacency
 
 _NEIGHBOURS: dict[Adjacency, str] = {
@@ -38,7 +38,13 @@ def round_down(value: float, digits: int = 5) -> str:
 
 
 def assumptions(
-    *, dataset: str, units: int, unit: str, delta: float | None, labels_from: Literal["declared", "file"]
+    *,
+    dataset: str,
+    units: int,
+    unit: str,
+    delta: float | None,
+    labels_from: Literal["declared", "file"],
+    label_range: tuple[float, float] | None = None,
 ) -> tuple[str, ...]:
     """Sentences under which the claim of one training run holds."""
     sentences = [
@@ -66,9 +72,32 @@ def assumptions(
         )
     if labels_from == "file":
         sentences.append(f"The names of the labels of {dataset} were read from its file and count as public.")
+    if label_range is not None:
+        low, high = label_range
+        sentences.append(
+            f"The labels of {dataset} are numbers from {low:g} to {high:g}; this range was declared without "
+            "looking at the records, and counts as public."
+        )
     if delta is not None and (warning := delta_warning(delta, units)):
         sentences.append(f"{dataset}: {warning}.")
     return tuple(sentences)
+
+
+def test_units(dataset: str, published: Sequence[Published]) -> tuple[str, ...]:
+    """What a published number assumes."""
+    return tuple(
+        f"The number of test units of {dataset}, {number.units}, is a public constant, as is which units are "
+        "for test."
+        for number in published
+    )
+
+
+def publication(number: Published) -> str:
+    """A published number as a sentence."""
+    return (
+        f"{number.metric.capitalize()} on {number.units} test units, with noise: {100 * number.value:.1f} % "
+        f"(the noise has a standard deviation of {100 * number.noise / number.units:.2g} points)."
+    )
 
 
 def disjointness(inputs: Sequence[tuple[str, ...]], checked: OwnersChecked | None) -> str:
@@ -125,6 +154,7 @@ def describe(statement: Statement) -> tuple[str, ...]:
                 "one unit may be in."
             )
     lines += [_spending(spending) for spending in statement.spendings]
+    lines += [publication(number) for number in statement.published]
     return tuple(lines)
 
 

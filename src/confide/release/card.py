@@ -11,10 +11,11 @@ from confide.privacy.events import queries
 from confide.privacy.meaning import ADVERSARY, NO_ADVERSARY, not_protected, promise
 from confide.privacy.signature import fingerprint
 from confide.privacy.statement import Claim, Spending, Statement
-from confide.privacy.words import apart, round_up
-from confide.release.format import Head, ReleaseInfo
+from confide.privacy.words import apart, publication, round_up
+from confide.release.format import Head, Problem, ReleaseInfo
 
 FILE_NAME = "README.md"
+_TOKENIZER = ("tokenizer", "AutoTokenizer")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -34,11 +35,13 @@ def render(
     tasks = ", ".join(head.task for head in info.heads)
     parts = [
         _front_matter(info, statement, report),
-        f"# {'Merged encoder' if merged else 'Classifier'}: {tasks}" if tasks else "# Merged model",
+        f"# {'Merged encoder' if merged else 'Task model'}: {tasks}" if tasks else "# Merged model",
         _what(info, statement),
         *([_merge(report)] if report else []),
         *(["## Labels\n\n" + "\n".join(_labels(head) for head in info.heads)] if info.heads else []),
-        "## How to load it\n\n" + (_load_merged(info.heads) if merged else _load_model()),
+        *(["## Score\n\n" + "\n".join(map(publication, statement.published))] if statement.published else []),
+        "## How to load it\n\n"
+        + (_load_merged(info.heads) if merged else _load_model(info.only_head().problem)),
         "## Privacy\n\n" + _claim(statement, signed_by),
         "## Licence\n\nUnknown: ask whoever made this release. The base model's licence applies too.",
     ]
@@ -49,7 +52,7 @@ def _front_matter(info: ReleaseInfo, statement: Statement, report: Mapping[str, 
     lines = [
         "---",
         "library_name: transformers",
-        f"pipeline_tag: {'feature-extraction' if info.kind == 'merged' else 'text-classification'}",
+        f"pipeline_tag: {_pipeline(info)}",
         "license: unknown",
     ]
     if _HUB_NAME.fullmatch(statement.base.name):
@@ -65,6 +68,15 @@ def _front_matter(info: ReleaseInfo, statement: Statement, report: Mapping[str, 
     if claim := statement.claim:
         lines.append(f"differential_privacy: {_yaml({'epsilon': claim.epsilon, 'delta': claim.delta})}")
     return "\n".join([*lines, "---"])
+
+
+def _pipeline(info: ReleaseInfo) -> str:
+    if info.kind == "merged":
+        return "feature-extraction"
+    problem = info.only_head().problem
+    if problem.inputs == "image":
+        return "image-classification"
+    return "token-classification" if problem.target == "tokens" else "text-classification"
 
 
 def _yaml(value: Any) -> str:
@@ -83,10 +95,18 @@ def _what(info: ReleaseInfo, statement: Statement) -> str:
             f"{_count(len(info.heads), 'task')}. `merge-report.json` has a line for every tensor."
         )
     if statement.kind == "merge":
-        return (
-            f"A text classifier for one task: a merge of models fine-tuned from {base}, made personal again."
-        )
-    return f"A text classifier, fine-tuned from {base}, for one task."
+        return f"A model for one task: a merge of models fine-tuned from {base}, made personal again."
+    return f"A model for one task, fine-tuned from {base}. It reads {_reads(info.only_head())}."
+
+
+def _reads(head: Head) -> str:
+    match head.problem.inputs:
+        case "image":
+            return f"images, resized to {head.problem.image_size} × {head.problem.image_size} pixels"
+        case "pair":
+            return "pairs of texts"
+        case "text":
+            return "lists of words" if head.problem.target == "tokens" else "texts"
 
 
 def _merge(report: Mapping[str, Any]) -> str:
@@ -101,6 +121,9 @@ def _merge(report: Mapping[str, Any]) -> str:
 
 
 def _labels(head: Head) -> str:
+    if head.problem.label_range:
+        low, high = head.problem.label_range
+        return f"- **{head.task}**: a number; labels were declared to lie between {low:g} and {high:g}"
     if not head.labels:
         return f"- **{head.task}**: no classes"
     names = ", ".join(f"`{label}`" for label in head.labels)
@@ -109,16 +132,18 @@ def _labels(head: Head) -> str:
         "file": "read from the data; the set of labels is assumed to be public",
     }[head.labels_from]
     return (
-        f"- **{head.task}**: {names}, in the order of the logits ({origin}); up to {head.max_length} tokens"
+        f"- **{head.task}**: {names}, in the order of the logits ({origin}); {_reads(head)}, "
+        f"up to {head.max_length} tokens"
     )
 
 
-def _load_model() -> str:
+def _load_model(problem: Problem) -> str:
+    name, reader = ("processor", "AutoImageProcessor") if problem.inputs == "image" else _TOKENIZER
     return (
         "```python\n"
-        "from transformers import AutoModelForSequenceClassification, AutoTokenizer\n\n"
-        "model = AutoModelForSequenceClassification.from_pretrained(FOLDER)\n"
-        "tokenizer = AutoTokenizer.from_pretrained(FOLDER)\n"
+        f"from transformers import {problem.loader}, {reader}\n\n"
+        f"model = {problem.loader}.from_pretrained(FOLDER)\n"
+        f"{name} = {reader}.from_pretrained(FOLDER)\n"
         "```\n\n"
         "or with confide, which also reads the claim:\n\n"
         "```\nconfide predict FOLDER --data new.csv\nconfide verify FOLDER\n```"
@@ -146,9 +171,9 @@ def _load_merged(heads: tuple[Head, ...]) -> str:
         "With a task's head, plain transformers (the names in `heads/` are the classifier's own):\n\n"
         "```python\n"
         "from safetensors.torch import load_file\n"
-        "from transformers import AutoModelForSequenceClassification\n\n"
-        f"labels = {json.dumps(list(head.labels), ensure_ascii=False)}\n"
-        "model = AutoModelForSequenceClassification.from_pretrained(FOLDER, num_labels=len(labels))\n"
+        f"from transformers import {head.problem.loader}\n\n"
+        f"labels = {json.dumps(list(head.labels or ('number',)), ensure_ascii=False)}\n"
+        f"model = {head.problem.loader}.from_pretrained(FOLDER, num_labels=len(labels))\n"
         f'model.load_state_dict(load_file("FOLDER/heads/{head.task}/model.safetensors"), strict=False)\n'
         "```\n\n"
         "or confide, which can also write that model down as a folder that plain transformers loads:\n\n"
@@ -211,9 +236,12 @@ def _spending(spending: Spending) -> str:
     unit = "records" if spending.unit == "record" else f"units (values of `{spending.unit}`)"
     if spending.event is None:
         return f"- `{spending.dataset}`, {spending.units} {unit}: {spending.no_claim or 'no claim'}"
+    whole = spending.schedule.queries if spending.schedule else ()
+    drawn = queries(spending.event) - sum(len(query.noise_multipliers) for query in whole)
+    beside = "".join(f", and the {query.purpose} of all of them once, noised" for query in whole)
     return (
         f"- `{spending.dataset}`, {spending.units} {unit} ({spending.adjacency.replace('-', ' ')}): "
-        f"{_count(queries(spending.event), 'noisy query', 'noisy queries')} on random minibatches"
+        f"{_count(drawn, 'noisy query', 'noisy queries')} on random minibatches{beside}"
     )
 
 

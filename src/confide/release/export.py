@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from confide.errors import ReleaseError
 from confide.privacy.statement import Statement
 from confide.release import format
 from confide.release.tensors import SHARD_SIZE, STORAGE, Array, Checkpoint, Values, write_shards
-from confide.release.write import TOKENIZER_FILES, verify, write_release
+from confide.release.write import copy_reader, verify, write_release
 
 _PIECE = 1 << 20
 _CLASSIFIERS = {
@@ -30,6 +29,11 @@ _CLASSIFIERS = {
     "mpnet": "MPNetForSequenceClassification",
     "roberta": "RobertaForSequenceClassification",
     "xlm-roberta": "XLMRobertaForSequenceClassification",
+}
+_IMAGES = {
+    "deit": "DeiTForImageClassification",
+    "dinov2": "Dinov2ForImageClassification",
+    "vit": "ViTForImageClassification",
 }
 
 
@@ -64,9 +68,7 @@ def export(
     def save(side: Path) -> None:
         write_shards(side, tensors, shard_size)
         files.write_json(side / "config.json", _config(folder, head))
-        for name in TOKENIZER_FILES:
-            if (folder / name).exists():
-                shutil.copyfile(folder / name, side / name)
+        copy_reader(folder, side, head)
 
     whole = format.ReleaseInfo(kind="model", encoder_prefix=info.encoder_prefix, heads=(head,))
     return write_release(Path(out), save=save, info=whole, statement=statement, overwrite=overwrite)
@@ -82,8 +84,9 @@ def _stored(checkpoint: Checkpoint, name: str) -> Values:
 
 def _config(folder: Path, head: format.Head) -> dict[str, Any]:
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if head.labels:
-        config["id2label"] = {str(number): label for number, label in enumerate(head.labels)}
-        config["label2id"] = {label: number for number, label in enumerate(head.labels)}
-    classifier = _CLASSIFIERS.get(str(config.get("model_type")))
-    return {**config, "architectures": [classifier]} if classifier and head.labels else config
+    said = format.head_config(head)
+    family = str(config.get("model_type"))
+    classifier = _IMAGES.get(family) if head.problem.inputs == "image" else _CLASSIFIERS.get(family)
+    if head.problem.target == "tokens" and classifier:
+        classifier = classifier.replace("ForSequenceClassification", "ForTokenClassification")
+    return {**config, **said, **({"architectures": [classifier]} if classifier and said else {})}

@@ -5,6 +5,7 @@ A task model (`kind: model`) is a folder that plain transformers loads::
     config.json, model.safetensors     the whole classifier; LoRA merged into its layers
     tokenizer.json, ...                the base's tokenizer, unchanged
     confide.json                       this format: which tensors are the head, which labels it has
+    statistics.safetensors             where asked for: noisy statistics for RegMean or Fisher averaging
     statement.json                     the privacy claim (`privacy.statement`)
     README.md                          the card: both, in words
 
@@ -15,15 +16,62 @@ except through the events of its statement.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from confide.errors import ReleaseError
 
 FILE_NAME = "confide.json"
+PREPROCESSOR = "preprocessor_config.json"
 WEIGHTS = "model.safetensors"
+STATISTICS = "statistics.safetensors"
+
+Metric = Literal["accuracy", "macro-f1", "pearson", "spearman", "rmse"]
+
+
+class Problem(BaseModel):
+    """What a record is, and what a model says about it. All of it is public.
+
+    Attributes:
+        inputs: a `text`, a `pair` of texts in their order, or an `image`.
+        target: a `class`, a `number`, or `tokens`: a class for each word of a text.
+        label_range: (lowest, highest) label of a `number`, declared. Training sees labels scaled to [-1, 1];
+            the released head is scaled back, so that a model answers in the labels' own unit.
+        image_size: side of the square that an `image` is resized to, in pixels.
+    """
+
+    inputs: Literal["text", "pair", "image"] = "text"
+    target: Literal["class", "number", "tokens"] = "class"
+    label_range: tuple[float, float] | None = None
+    image_size: int | None = Field(default=None, gt=0)
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _complete(self) -> Problem:
+        if (self.label_range is not None) != (self.target == "number"):
+            raise ValueError("a label range belongs to a number")
+        if self.label_range is not None and not self.label_range[0] < self.label_range[1]:
+            raise ValueError("a label range goes from a lower to a higher number")
+        if (self.image_size is not None) != (self.inputs == "image"):
+            raise ValueError("an image size belongs to images")
+        if self.target == "tokens" and self.inputs != "text":
+            raise ValueError("only a text has labels per token")
+        return self
+
+    @property
+    def loader(self) -> str:
+        """The class of transformers that loads a model for it."""
+        if self.inputs == "image":
+            return "AutoModelForImageClassification"
+        kind = "Token" if self.target == "tokens" else "Sequence"
+        return f"AutoModelFor{kind}Classification"
+
+
+TEXT_CLASSES = Problem()
 
 
 class Head(BaseModel):
@@ -31,18 +79,20 @@ class Head(BaseModel):
 
     Attributes:
         task: name of the task; the folder name in a merge.
-        labels: class names in the order of the logits.
+        problem: what the task's records are, and what it says about them.
+        labels: class names in the order of the logits; none for a number.
         labels_from: `declared` by the owner, or read from the `file`, which assumes that the set of labels
             is public.
         metric: what the task is scored with.
-        max_length: longest text in tokens; longer ones are cut.
+        max_length: longest record in tokens; longer texts are cut, and images have this many.
         tensors: names of the head's tensors, as in the whole classifier.
     """
 
     task: str
+    problem: Problem = TEXT_CLASSES
     labels: tuple[str, ...]
     labels_from: Literal["declared", "file"]
-    metric: Literal["accuracy", "macro-f1"] = "accuracy"
+    metric: Metric = "accuracy"
     max_length: int = Field(gt=0)
     tensors: tuple[str, ...]
 
@@ -91,6 +141,40 @@ class ReleaseInfo(BaseModel):
         if len(self.heads) == 1:
             return self.heads[0]
         raise ReleaseError(f"this release has several heads, {[h.task for h in self.heads]}; name the task")
+
+
+def head_config(head: Head) -> dict[str, Any]:
+    """What a model's config.json says about a head, as transformers reads it."""
+    if head.problem.target == "number":
+        return {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "problem_type": "regression"}
+    if not head.labels:
+        return {}
+    return {
+        "id2label": {str(number): label for number, label in enumerate(head.labels)},
+        "label2id": {label: number for number, label in enumerate(head.labels)},
+        "problem_type": "single_label_classification",
+    }
+
+
+def preprocessor(base: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """preprocessor_config.json of a model that reads images of one size: resized (bicubic) and normalised.
+
+    Args:
+        base: the base's own, of which mean and deviation of each colour are kept; ImageNet's where it has
+            none.
+    """
+    return {
+        "image_processor_type": "ViTImageProcessor",
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "size": {"height": size, "width": size},
+        "resample": 3,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(base.get("image_mean", (0.485, 0.456, 0.406))),
+        "image_std": list(base.get("image_std", (0.229, 0.224, 0.225))),
+    }
 
 
 def read(folder: Path) -> ReleaseInfo:

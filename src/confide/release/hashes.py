@@ -10,6 +10,7 @@ from pathlib import Path
 from confide.errors import ReleaseError
 from confide.release.names import encoder_prefix, encoder_tensors, model_type
 from confide.release.tensors import Checkpoint
+from confide.threads import in_order
 
 
 def file_hash(path: Path) -> str:
@@ -48,13 +49,18 @@ def tensors_hash(checkpoint: Checkpoint, tensors: Mapping[str, str]) -> str:
     Args:
         tensors: canonical name → name in the checkpoint.
     """
-    total = hashlib.sha256(b"confide.encoder/1\n")
-    for name, stored in sorted(tensors.items()):
+
+    def line(item: tuple[str, str]) -> bytes:
+        name, stored = item
         about = json.dumps([name, checkpoint.dtype(stored), list(checkpoint.shape(stored))])
         content = hashlib.sha256()
         for piece in checkpoint.pieces(stored):
             content.update(piece)
-        total.update(f"{about} {content.hexdigest()}\n".encode())
+        return f"{about} {content.hexdigest()}\n".encode()
+
+    total = hashlib.sha256(b"confide.encoder/1\n")
+    for text in in_order(line, sorted(tensors.items())):
+        total.update(text)
     return "sha256:" + total.hexdigest()
 
 

@@ -23,12 +23,15 @@ PREFIXES: Mapping[str, str] = {
     "camembert": "roberta.",
     "deberta": "deberta.",
     "deberta-v2": "deberta.",
+    "deit": "deit.",
+    "dinov2": "dinov2.",
     "distilbert": "distilbert.",
     "electra": "electra.",
     "modernbert": "model.",
     "moe_bert": "bert.",
     "mpnet": "mpnet.",
     "roberta": "roberta.",
+    "vit": "vit.",
     "xlm-roberta": "roberta.",
 }
 """What a classifier of each `model_type` puts before its encoder's names (base_model_prefix)."""

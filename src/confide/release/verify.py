@@ -10,6 +10,7 @@ from typing import Any, Literal
 from confide.errors import ConfideError, PrivacyError
 from confide.privacy import statement as statements
 from confide.privacy.account import Account, accounts
+from confide.privacy.calibration import delta_warning
 from confide.privacy.chain import Entry
 from confide.privacy.composition import canonical, check, recompute
 from confide.privacy.signature import fingerprint, signer
@@ -17,7 +18,14 @@ from confide.privacy.statement import Said, Statement
 from confide.privacy.words import round_up
 from confide.release import card, format
 from confide.release.hashes import file_hash
-from confide.release.write import check_files, check_names, check_tensors, check_weights
+from confide.release.write import (
+    check_agreement,
+    check_files,
+    check_names,
+    check_statistics,
+    check_tensors,
+    check_weights,
+)
 
 UNSIGNED = "not signed: nobody asserts that noise was added"
 
@@ -85,6 +93,7 @@ def _files(folder: Path, statement: Statement) -> Check:
     check_names(folder)
     check_files(folder, statement)
     check_tensors(folder, info)
+    check_agreement(folder, statement)
     if not statement.files:
         return Check("files", "note", "nothing besides a release; the statement holds hashes of weights only")
     return Check(
@@ -94,6 +103,7 @@ def _files(folder: Path, statement: Statement) -> Check:
 
 def _weights(folder: Path, statement: Statement) -> Check:
     check_weights(folder, statement)
+    check_statistics(folder, statement)
     return Check("weights", "ok", f"SHA-256 as stated: {', '.join(sorted(statement.weights))}")
 
 
@@ -112,11 +122,14 @@ def _claim(statement: Statement) -> Check:
     honest = recompute(statement)
     assert honest is not None  # check raises otherwise
     runs = len(statement.spendings)
+    warnings = (delta_warning(honest.delta, spending.units) for spending in statement.spendings)
+    weak = next((warning for warning in warnings if warning), None)
     return Check(
         "claim",
-        "ok",
+        "note" if weak else "ok",
         f"ε = {round_up(statement.claim.epsilon)} at δ = {round_up(honest.delta, 3)}; recomputed from the "
-        f"events of {runs} run{'s' if runs > 1 else ''}: {round_up(honest.epsilon)}",
+        f"events of {runs} run{'s' if runs > 1 else ''}: {round_up(honest.epsilon)}"
+        + (f"; {weak}" if weak else ""),
     )
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import fnmatch
 import json
 import re
+import shutil
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +16,8 @@ from confide.errors import ReleaseError
 from confide.privacy import statement as statements
 from confide.privacy.signature import public_text, sign, signer
 from confide.privacy.statement import Statement
-from confide.release import card, format
-from confide.release.format import ReleaseInfo
+from confide.release import agreement, card, format
+from confide.release.format import Head, ReleaseInfo
 from confide.release.hashes import file_hash
 from confide.release.tensors import METADATA, Checkpoint
 
@@ -31,6 +33,7 @@ PROVENANCE: Mapping[str, str] = {
     "model.safetensors.index.json": "Which shard holds which tensor: names and sizes of the architecture.",
     "model-*-of-*.safetensors": "A shard of the weights.",
     "heads/*/model.safetensors": "A task's head, as its own release holds it.",
+    format.STATISTICS: "Statistics of the records: the noisy answer to a query that the statement lists.",
     "tokenizer.json": _TOKENIZER,
     "tokenizer_config.json": _TOKENIZER,
     "special_tokens_map.json": _TOKENIZER,
@@ -40,16 +43,25 @@ PROVENANCE: Mapping[str, str] = {
     "merges.txt": _TOKENIZER,
     "bpe.codes": _TOKENIZER,
     "spiece.model": _TOKENIZER,
+    format.PREPROCESSOR: "The base's mean and deviation of each colour, which are public; the declared size.",
     "sentencepiece.bpe.model": _TOKENIZER,
     format.FILE_NAME: "The owner's settings: task, labels, metric, length; names of the head's tensors.",
     statements.FILE_NAME: "The schedule, declared constants of the data, the claim, hashes of the files.",
+    agreement.FILE_NAME: "What organisations agreed on before training: settings, and the base's hashes.",
     MERGE_REPORT: "Computed from the released weights of the inputs and the base, and from nothing else.",
     card.FILE_NAME: "Written from confide.json, statement.json and merge-report.json.",
 }
 """Every file that a release may hold, as a pattern, and where its content comes from. Nothing else leaves."""
 
-TOKENIZER_FILES = tuple(name for name, origin in PROVENANCE.items() if origin == _TOKENIZER)
-_WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "heads/*/model.safetensors")
+TOKENIZER_FILES = (
+    *(name for name, origin in PROVENANCE.items() if origin == _TOKENIZER),
+    format.PREPROCESSOR,
+)
+"""What a model needs beside its weights and config.json to read texts, or images."""
+
+_WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "heads/*/model.safetensors", format.STATISTICS)
+_STATISTICS_METADATA = {"format", "kind", "origin", "model", "source"}
+_PURPOSES = {"grams": "gram", "fisher": "fisher"}
 _TASK = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -106,7 +118,7 @@ def write_release(
         signed_by = public_text(key) if key else None
         text = card.render(info, statement, signed_by, _merge_report(side))
         files.write_text(side / card.FILE_NAME, text)
-        hashes = {name: file_hash(side / name) for name in _listed(side) if name != statements.FILE_NAME}
+        hashes = _hashes(side)
         written = {
             "weights": {name: value for name, value in hashes.items() if _is_weights(name)},
             "files": {name: value for name, value in hashes.items() if not _is_weights(name)},
@@ -117,7 +129,20 @@ def write_release(
         files.write_json(side / statements.FILE_NAME, statement.to_json())
         check_names(side)
         check_tensors(side, info)
+        check_statistics(side, statement)
+        check_agreement(side, statement)
     return statement
+
+
+def copy_reader(folder: Path, side: Path, head: Head) -> None:
+    """Copy what reads a head's records into the folder of a model for this head alone."""
+    for name in TOKENIZER_FILES:
+        if (folder / name).exists():
+            shutil.copyfile(folder / name, side / name)
+    if size := head.problem.image_size:
+        file = side / format.PREPROCESSOR
+        base = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        files.write_json(file, format.preprocessor(base, size))
 
 
 def _merge_report(folder: Path) -> Any:
@@ -145,7 +170,19 @@ def verify(folder: Path) -> Statement:
     check_files(folder, statement)
     check_weights(folder, statement)
     check_tensors(folder, info)
+    check_statistics(folder, statement)
+    check_agreement(folder, statement)
     return statement
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    """Hashes of all files. Weights go to the disk meanwhile, which the folder's sync would wait for later."""
+    names = [name for name in _listed(folder) if name != statements.FILE_NAME]
+    with ThreadPoolExecutor(1) as pool:
+        synced = pool.map(files.sync, [folder / name for name in names if _is_weights(name)])
+        hashes = {name: file_hash(folder / name) for name in names}
+        list(synced)  # raises what went wrong
+    return hashes
 
 
 def check_names(folder: Path) -> None:
@@ -154,7 +191,7 @@ def check_names(folder: Path) -> None:
     Raises:
         ReleaseError: naming what it holds besides.
     """
-    odd = [name for name in _listed(folder) if provenance(name) is None]
+    odd = [name for name in _listed(folder) if provenance(name) is None or not (folder / name).is_file()]
     if odd:
         raise ReleaseError(f"{folder} holds what is no part of a release: {', '.join(odd)}")
     if not any(_is_weights(name) for name in _listed(folder)):
@@ -226,8 +263,49 @@ def check_tensors(folder: Path, info: ReleaseInfo) -> None:
                 raise ReleaseError(f"{checkpoint.path}: metadata beyond {METADATA} has no place in a release")
 
 
+def check_statistics(folder: Path, statement: Statement) -> None:
+    """Whether statistics in the folder are what the statement's one run asked, and nothing travels with them.
+
+    Raises:
+        ReleaseError: they are of another kind or origin than its query, or there is no query, or no file.
+    """
+    file = folder / format.STATISTICS
+    asked = {
+        query.purpose
+        for spending in statement.spendings
+        if statement.kind == "training" and spending.schedule
+        for query in spending.schedule.queries
+    } & set(_PURPOSES.values())
+    if not file.exists():
+        if asked:
+            raise ReleaseError(f"{folder}: the statement lists statistics, but {file.name} is missing")
+        return
+    about = Checkpoint.open(file).metadata[0] or {}
+    if set(about) != _STATISTICS_METADATA or about["origin"] != "released":
+        raise ReleaseError(f"{file}: metadata beyond those of released statistics have no place in a release")
+    if _PURPOSES.get(str(about["kind"])) not in asked or about["source"] != statement.spendings[0].dataset:
+        raise ReleaseError(f"{file}: the statement lists no query for them, so nothing covers them")
+
+
+def check_agreement(folder: Path, statement: Statement) -> None:
+    """Whether the agreement in the folder is the one that the statement is about.
+
+    Raises:
+        ReleaseError: it is another one.
+        ConfigError: the file is no agreement.
+    """
+    file = folder / agreement.FILE_NAME
+    if file.exists() and agreement.read(file).hash != statement.agreement:
+        raise ReleaseError(f"{file}: the statement is about another agreement, or none")
+
+
 def _listed(folder: Path) -> list[str]:
-    return sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if not file.is_dir())
+    """Everything in the folder, by its path there; a link to a folder counts, as it hides what is there."""
+    return sorted(
+        file.relative_to(folder).as_posix()
+        for file in folder.rglob("*")
+        if file.is_symlink() or not file.is_dir()
+    )
 
 
 def _is_weights(name: str) -> bool:

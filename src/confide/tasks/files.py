@@ -1,13 +1,11 @@
-"""A task from one's own file. Everything is checked when it is read: a row that can't be used stops the run
-before any budget is spent, with its number and what to do.
+"""A task from one's own file, or folder of images. Everything is checked when it is read: a record that can't
+be used stops the run before any budget is spent, with its row or file and what to do.
 """
 
 from __future__ import annotations
 
-import contextlib
-import re
-from collections.abc import Callable, Container, Sequence
-from difflib import get_close_matches
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,70 +13,136 @@ import numpy as np
 
 from confide.errors import DataError
 from confide.privacy.units import UnitMap
-from confide.tasks.records import Metric, Records, TaskData
+from confide.release.format import TEXT_CLASSES, Problem
+from confide.tasks import labels as label_values
+from confide.tasks.images import SIZE, Images
+from confide.tasks.labels import refuse
+from confide.tasks.metrics import METRICS
+from confide.tasks.records import Metric, Records, TaskData, Text
 from confide.tasks.tables import read_columns
 
-_WHOLE = re.compile(r"([+-]?\d+)\.0+")
 _LEAST_TEST = 2
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which column of a file holds what.
+
+    Attributes:
+        text: texts; the first ones, of pairs.
+        label: labels: a class or a number, or a list of classes for `tokens`.
+        text_pair: the second texts of pairs.
+        tokens: lists of words, instead of texts.
+        image: paths of images, instead of texts; from the file's own folder where they are relative.
+        unit: whose row it is.
+    """
+
+    text: str = "text"
+    label: str = "label"
+    text_pair: str | None = None
+    tokens: str | None = None
+    image: str | None = None
+    unit: str | None = None
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The columns that a model reads."""
+        if instead := self.image or self.tokens:
+            return (instead,)
+        return (self.text, self.text_pair) if self.text_pair else (self.text,)
+
+    def fitting(self, problem: Problem) -> Columns:
+        """These columns for what a model is known to read; what wasn't named has its usual name.
+
+        Raises:
+            DataError: it reads pairs, and the column of second texts isn't named.
+        """
+        if problem.inputs == "image":
+            return replace(self, text_pair=None, tokens=None, image=self.image or "image")
+        if problem.target == "tokens":
+            return replace(self, text_pair=None, tokens=self.tokens or "tokens", image=None)
+        if problem.inputs == "pair" and self.text_pair is None:
+            raise DataError("this model reads pairs of texts; name the column of the second ones (text_pair)")
+        return replace(
+            self, text_pair=self.text_pair if problem.inputs == "pair" else None, tokens=None, image=None
+        )
 
 
 def read_task(
     path: str | Path,
     *,
-    text: str,
-    label: str,
+    text: str = "text",
+    label: str = "label",
+    text_pair: str | None = None,
+    tokens: str | None = None,
+    image: str | None = None,
     labels: Sequence[str] | None = None,
+    label_range: tuple[float, float] | None = None,
+    image_size: int = SIZE,
     name: str | None = None,
     unit: str | None = None,
     rows_per_unit: int = 8,
     test_size: float = 0.2,
     test_file: str | Path | None = None,
     seed: int = 0,
-    metric: Metric = "accuracy",
+    metric: Metric | None = None,
 ) -> TaskData:
-    """Read a classification task from a CSV, TSV, JSON Lines or Parquet file.
+    """Read a task from a CSV, TSV, JSON Lines or Parquet file, or from a folder of images.
 
     Args:
-        path: the file with the records.
-        text, label: its columns. A label is compared as a string; 1, 1.0 and "1" are the same label.
+        path: the file with the records; or a folder with a folder of images for each class.
+        text, label: columns. A class is compared as a string; 1, 1.0 and "1" are the same label.
+        text_pair: column of second texts; a record is then a pair.
+        tokens: column of lists of words; the labels are then lists of classes, one for each word.
+        image: column of paths of images.
         labels: class names in the order of the logits. Without them they are read off the file and sorted,
             which makes the set of labels itself a public assumption (`labels_from="file"`).
+        label_range: lowest and highest label; declares that labels are numbers. Public, so it may not be
+            chosen by looking at the records.
+        image_size: side in pixels that images are resized to.
         name: name of the task; by default that of the file.
         unit: column whose values say whose row it is. All rows of a unit are on one side of the split, and
             the privacy claim is per unit. Without it every row is a unit.
         rows_per_unit: at most this many rows of a unit are used (public).
         test_size: share of the units that are for test, picked at random with `seed` (public).
-        test_file: a file with the test records, with the same columns, instead of `test_size`.
+        test_file: a file (or folder) with the test records, like the other one, instead of `test_size`.
         seed: of the split.
-        metric: how predictions are scored.
+        metric: how predictions are scored; by default `accuracy` for classes and `pearson` for numbers.
 
     Raises:
         DataError: anything that would stop training later; one message that names file, column, row (from 1,
             without the header) and what to do.
     """
     path = Path(path)
-    declared = _declared(labels) if labels is not None else None
+    columns = Columns(text, label, text_pair, tokens, image or ("image" if path.is_dir() else None), unit)
+    problem = _problem(path, columns, label_range, image_size)
+    if labels is not None and label_range is not None:
+        raise DataError("labels are either classes or numbers; declare labels or a label range, not both")
+    declared = label_values.declared_names(labels) if labels is not None else None
+    metric = metric or METRICS[problem.target][0]
+    if metric not in METRICS[problem.target]:
+        raise DataError(f"{metric} doesn't score these labels; use {' or '.join(METRICS[problem.target])}")
     if not 0 < test_size < 1:
         raise DataError(f"the test size is {test_size}; it is a share of the units, above 0 and below 1")
     if rows_per_unit < 1:
         raise DataError(f"{rows_per_unit} rows per unit; use at least 1")
-    columns = [text, label, *([unit] if unit else [])]
-    if len(set(columns)) < len(columns):
-        raise DataError(
-            f"text, label and unit must be different columns, not {', '.join(map(repr, columns))}"
-        )
+    used = [*columns.inputs, label, *([unit] if unit else [])]
+    if len(set(used)) < len(used):
+        raise DataError(f"text, label and unit must be different columns, not {', '.join(map(repr, used))}")
 
-    values = read_columns(path, columns)
-    names = declared or _in_order(_label_keys(path, label, values[label], ()))
-    records = _records(path, values, text, label, names, unit, rows_per_unit)
+    values = _read(path, used, columns)
+    records, names = _records(path, values, columns, problem, declared, rows_per_unit)
     _check_classes(path, label, records, names)
     if test_file is None:
         train, test = _split(path, records, test_size, seed)
         _check_classes(path, label, train, names, "training ")
     else:
         test_path = Path(test_file)
-        test_values = read_columns(test_path, columns)
-        train, test = records, _records(test_path, test_values, text, label, names, unit, rows_per_unit)
+        test_values = _read(test_path, used, columns)
+        train, (test, _) = (
+            records,
+            _records(test_path, test_values, columns, problem, names or None, rows_per_unit),
+        )
         if unit:
             _check_units(path, values[unit], test_path, test_values[unit], unit)
     if len(test) < _LEAST_TEST:
@@ -89,26 +153,54 @@ def read_task(
     return TaskData(
         name=name or path.stem,
         labels=tuple(names.values()),
-        labels_from="file" if declared is None else "declared",
+        labels_from="file" if declared is None and names else "declared",
         metric=metric,
         train=train,
         test=test,
         source="Records of whoever trained the model.",
+        problem=problem,
     )
 
 
-def read_records(path: str | Path, *, text: str, label: str, labels: Sequence[str]) -> Records:
-    """Labelled records of a file, all of them, to score a model whose `labels` are known.
+def read_records(
+    path: str | Path,
+    *,
+    text: str = "text",
+    label: str = "label",
+    labels: Sequence[str] = (),
+    text_pair: str | None = None,
+    tokens: str | None = None,
+    image: str | None = None,
+    problem: Problem | None = None,
+) -> Records:
+    """Labelled records of a file, all of them, to score a model whose `labels` and `problem` are known.
 
     Raises:
         DataError: as `read_task`.
     """
-    path = Path(path)
-    return _records(path, read_columns(path, [text, label]), text, label, _declared(labels), None, 1)
+    path, problem = Path(path), problem or TEXT_CLASSES
+    columns = Columns(text, label, text_pair, tokens, image).fitting(problem)
+    declared = label_values.declared_names(labels) if problem.target != "number" else None
+    values = _read(path, [*columns.inputs, label], columns)
+    # Only for training does the range matter.
+    return _records(path, values, columns, problem, declared, 1, in_range=False)[0]
+
+
+def read_inputs(path: str | Path, problem: Problem, columns: Columns) -> tuple[Text, ...] | Images:
+    """What a model reads of a file, in the order of its rows; of a folder, all its images by name.
+
+    Raises:
+        DataError: as `read_task` for the file and its columns.
+    """
+    path, columns = Path(path), columns.fitting(problem)
+    if path.is_dir() and columns.image:
+        files = [str(file) for file in _files(path) if not file.is_dir()]
+        return _inputs(path, {columns.image: files}, columns, problem)
+    return _inputs(path, read_columns(path, columns.inputs), columns, problem)
 
 
 def read_texts(path: str | Path, text: str) -> tuple[str, ...]:
-    """The texts of a file, in the order of its rows, for prediction.
+    """The texts of a file, in the order of its rows.
 
     Raises:
         DataError: as `read_task` for the file and its text column.
@@ -117,71 +209,107 @@ def read_texts(path: str | Path, text: str) -> tuple[str, ...]:
     return _texts(path, text, read_columns(path, [text])[text])
 
 
-def _declared(labels: Sequence[str]) -> dict[str, str]:
-    names: dict[str, str] = {}
-    for label in labels:
-        key = _key(label)
-        if key is None:
-            raise DataError("a declared label is empty; name every label")
-        if key in names:
-            raise DataError(f"label {label!r} is declared twice; name every label once")
-        names[key] = str(label).strip()
-    if len(names) < 2:
-        raise DataError(f"{len(names)} label(s) declared; a classification needs at least 2")
-    return names
-
-
-def _in_order(keys: Sequence[str]) -> dict[str, str]:
-    found = sorted(set(keys))
-    with contextlib.suppress(ValueError):
-        found.sort(key=float)
-    return {key: key for key in found}
-
-
-def _label_keys(path: Path, column: str, values: Sequence[Any], declared: Container[str]) -> list[str]:
-    keys = [_key(value) for value in values]
-    _refuse(
-        path,
-        column,
-        keys,
-        lambda key: _is_missing(key) and key not in declared,
-        "no label",
-        "label or drop it",
+def _problem(
+    path: Path, columns: Columns, label_range: tuple[float, float] | None, image_size: int
+) -> Problem:
+    kinds = [name for name in ("text_pair", "tokens", "image") if getattr(columns, name) is not None]
+    if len(kinds) > 1:
+        raise DataError(
+            f"{kinds[0]} and {kinds[1]} don't go together; a record is a text, a pair, words or an image"
+        )
+    if path.is_dir() and columns.unit:
+        raise DataError(
+            f"{path} is a folder, which can't say whose images are whose; list them in a CSV file"
+        )
+    if label_range is not None:
+        if columns.tokens is not None or path.is_dir():
+            raise DataError("a label range is for one number per row of a file; leave it out")
+        if not -np.inf < label_range[0] < label_range[1] < np.inf:
+            raise DataError(
+                f"the label range is {label_range[0]:g} to {label_range[1]:g}; "
+                "it goes from a lower to a higher number"
+            )
+    if image_size < 1:
+        raise DataError(f"the image size is {image_size}; it is a side in pixels, at least 1")
+    return Problem(
+        inputs="image" if columns.image else "pair" if columns.text_pair else "text",
+        target="tokens" if columns.tokens else "class" if label_range is None else "number",
+        label_range=label_range,
+        image_size=image_size if columns.image else None,
     )
-    return [str(key) for key in keys]
+
+
+def _read(path: Path, used: Sequence[str], columns: Columns) -> dict[str, list[Any]]:
+    if not path.is_dir() or columns.image is None:
+        return read_columns(path, used)
+    found: list[tuple[str, str]] = []
+    for folder in _files(path):
+        if not folder.is_dir():
+            raise DataError(
+                f"{folder} lies beside the classes; {path} must hold a folder of images for each class"
+            )
+        files = _files(folder)
+        if not files:
+            raise DataError(f"{folder} holds no image; a class needs some, or must not be there")
+        found += [(str(file), folder.name) for file in files]
+    if not found:
+        raise DataError(f"{path} is empty; it must hold a folder of images for each class")
+    return {columns.image: [file for file, _ in found], columns.label: [name for _, name in found]}
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
 
 
 def _records(
     path: Path,
     values: dict[str, list[Any]],
-    text: str,
-    label: str,
-    names: dict[str, str],
-    unit: str | None,
+    columns: Columns,
+    problem: Problem,
+    names: dict[str, str] | None,
     rows_per_unit: int,
-) -> Records:
-    texts = _texts(path, text, values[text])
-    classes = {key: position for position, key in enumerate(names)}
-    labels = []
-    for row, key in enumerate(_label_keys(path, label, values[label], names), start=1):
-        if key not in classes:
-            near = get_close_matches(key, names, n=1)
-            hint = f" (did you mean {names[near[0]]!r}?)" if near else ""
-            raise DataError(
-                f"{path}, column {label!r}, row {row}: label {key!r} is none of "
-                f"{', '.join(map(repr, names.values()))}{hint}; correct it or declare it"
-            )
-        labels.append(classes[key])
-    if not unit:
-        return Records.of(texts, labels)
-    owners = [_key(value) for value in values[unit]]
-    _refuse(path, unit, owners, _is_missing, "no unit", "say whose row it is, or drop it")
-    return Records.of(texts, labels, UnitMap.column(unit, owners, rows_per_unit))
+    *,
+    in_range: bool = True,
+) -> tuple[Records, dict[str, str]]:
+    """The records, and the names of their classes; those of the file where none are given."""
+    label, unit = columns.label, columns.unit
+    units = UnitMap.records(len(values[label]))
+    if unit:
+        owners = [label_values.key(value) for value in values[unit]]
+        refuse(path, unit, owners, label_values.is_missing, "no unit", "say whose row it is, or drop it")
+        units = UnitMap.column(unit, owners, rows_per_unit)
+    if columns.tokens:
+        texts = _words(path, columns.tokens, values[columns.tokens])
+        own, found = label_values.of_words(path, label, values[label], texts, names)
+        return Records(texts, own, units), found
+    # Labels first: they are cheaper to check than images.
+    if problem.target == "number":
+        bounds = problem.label_range if in_range else None
+        own, found = label_values.numbers(path, label, values[label], bounds), {}
+    else:
+        found = names or label_values.names_in_order(label_values.keys(path, label, values[label], ()))
+        own = label_values.classes(path, label, values[label], found)
+    return Records(_inputs(path, values, columns, problem), own, units), found
+
+
+def _inputs(
+    path: Path, values: Mapping[str, list[Any]], columns: Columns, problem: Problem
+) -> tuple[Text, ...] | Images:
+    if columns.image:
+        assert problem.image_size is not None
+        folder = Path() if path.is_dir() else path.parent
+        return Images.open(
+            [folder / file for file in _texts(path, columns.image, values[columns.image])], problem.image_size
+        )
+    if columns.tokens:
+        return _words(path, columns.tokens, values[columns.tokens])
+    texts = [_texts(path, column, values[column]) for column in columns.inputs]
+    return tuple(zip(*texts, strict=True)) if len(texts) == 2 else texts[0]
 
 
 def _texts(path: Path, text: str, values: Sequence[Any]) -> tuple[str, ...]:
-    _refuse(path, text, values, lambda value: value is None or value != value, "no text", "fill or drop it")
-    _refuse(
+    refuse(path, text, values, lambda value: value is None or value != value, "no text", "fill or drop it")
+    refuse(
         path,
         text,
         values,
@@ -189,41 +317,45 @@ def _texts(path: Path, text: str, values: Sequence[Any]) -> tuple[str, ...]:
         "a value that isn't text",
         "choose a column of texts, or write it as a string",
     )
-    _refuse(path, text, values, lambda value: not value.strip(), "an empty text", "fill or drop it")
+    refuse(path, text, values, lambda value: not value.strip(), "an empty text", "fill or drop it")
     return tuple(values)
 
 
-def _refuse(
-    path: Path, column: str, values: Sequence[Any], bad: Callable[[Any], bool], what: str, remedy: str
-) -> None:
-    rows = [row for row, value in enumerate(values, start=1) if bad(value)]
-    if rows:
-        more = f" (and {len(rows) - 1} more)" if len(rows) > 1 else ""
-        raise DataError(f"{path}, column {column!r}, row {rows[0]}{more}: {what}; {remedy}")
-
-
-def _key(value: Any) -> str | None:
-    if value is None or value != value:
-        return None
-    if isinstance(value, bool):
-        return str(value).lower()
-    key = str(value).strip()
-    whole = _WHOLE.fullmatch(key)
-    return (whole[1] if whole else key) or None
-
-
-def _is_missing(key: str | None) -> bool:
-    return key is None or key in ("nan", "NaN")
+def _words(path: Path, column: str, values: Sequence[Any]) -> tuple[tuple[str, ...], ...]:
+    refuse(
+        path,
+        column,
+        values,
+        lambda value: not isinstance(value, list | tuple),
+        "not a list of words",
+        "JSON Lines and Parquet can hold lists",
+    )
+    refuse(
+        path,
+        column,
+        values,
+        lambda value: not value or not all(isinstance(word, str) and word.strip() for word in value),
+        "no words, or one that is empty or isn't text",
+        "correct or drop it",
+    )
+    return tuple(tuple(value) for value in values)
 
 
 def _check_classes(path: Path, label: str, records: Records, names: dict[str, str], which: str = "") -> None:
-    found = np.unique(records.labels)
-    if len(found) < 2:
-        only = list(names.values())[int(found[0])]
+    every = np.concatenate([np.atleast_1d(own) for own in records.labels])
+    found = np.unique(every)
+    if len(found) > 1:
+        return
+    if not names:
         raise DataError(
-            f"{path}, column {label!r}: all {len(records)} {which}records have the label {only!r}; "
-            f"a classifier needs records of at least 2 classes"
+            f"{path}, column {label!r}: all {len(records)} {which}records have the label {found[0]:g}; "
+            "there is nothing to learn"
         )
+    only = list(names.values())[int(found[0])]
+    raise DataError(
+        f"{path}, column {label!r}: all {len(records)} {which}records have the label {only!r}; "
+        f"a classifier needs records of at least 2 classes"
+    )
 
 
 def _split(path: Path, records: Records, test_size: float, seed: int) -> tuple[Records, Records]:
@@ -238,8 +370,8 @@ def _split(path: Path, records: Records, test_size: float, seed: int) -> tuple[R
 
 
 def _check_units(path: Path, train: Sequence[Any], test_path: Path, test: Sequence[Any], unit: str) -> None:
-    known = {_key(value) for value in train}
-    both = [row for row, value in enumerate(test, start=1) if _key(value) in known]
+    known = {label_values.key(value) for value in train}
+    both = [row for row, value in enumerate(test, start=1) if label_values.key(value) in known]
     if both:
         raise DataError(
             f"{test_path}, column {unit!r}, row {both[0]}: this unit also has rows in {path} "

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 
+import numpy as np
+
 from confide.errors import DataError
-from confide.tasks.records import TaskData
+from confide.tasks.images import Images
+from confide.tasks.records import Records, TaskData
 
 _SEPARATORS = re.compile(r"[\W_]+")
 
@@ -23,7 +27,7 @@ def normalise(text: str) -> str:
 
 
 def check_disjoint(tasks: Sequence[TaskData]) -> None:
-    """Make sure that no normalised text occurs in two tasks, in training or in test records.
+    """Make sure that no normalised text (or image) occurs in two tasks, in training or in test records.
 
     Texts are compared, so what this establishes is that the tasks share no record. That the same person
     doesn't stand behind records of two tasks can't be seen in texts; their owners declare it.
@@ -45,6 +49,15 @@ def check_disjoint(tasks: Sequence[TaskData]) -> None:
 def _places(task: TaskData) -> dict[str, str]:
     places: dict[str, str] = {}
     for side, records in (("train", task.train), ("test", task.test)):
-        for row, text in enumerate(records.texts):
-            places.setdefault(normalise(text), f"{side} row {row + 1} of {task.name}")
+        for row, form in enumerate(_forms(records)):
+            places.setdefault(form, f"{side} row {row + 1} of {task.name}")
     return places
+
+
+def _forms(records: Records) -> Iterator[str]:
+    """What makes two records count as the same: the words of a text or pair, the pixels of an image."""
+    if isinstance(records.inputs, Images):
+        for row in range(len(records)):
+            yield hashlib.sha256(records.inputs.read(np.array([row])).tobytes()).hexdigest()
+    else:
+        yield from (normalise(text if isinstance(text, str) else " ".join(text)) for text in records.inputs)

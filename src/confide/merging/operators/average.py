@@ -12,5 +12,8 @@ from confide.merging.operators.specification import Vector, operator
 )
 def average(vectors: Vector) -> Vector:
     """(1/T) Σ D_t; added to the base it is (1/T) Σ θ_t, whatever the base is."""
-    mean: Vector = vectors.mean(axis=0)
+    mean: Vector = vectors[0].copy()
+    for vector in vectors[1:]:
+        mean += vector  # faster than a sum over the first axis
+    mean /= len(vectors)
     return mean

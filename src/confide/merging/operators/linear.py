@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from confide.errors import MergeError
 from confide.merging.operators.parameters import PerModel, Switch
 from confide.merging.operators.specification import Vector, operator
@@ -29,5 +31,5 @@ def linear(vectors: Vector, weights: Vector, normalise: bool) -> Vector:
     total = float(weights.sum())
     if normalise and abs(total) < _SMALLEST_SUM:
         raise MergeError(f"the weights {weights.tolist()} of operator linear sum to {total:g}")
-    merged: Vector = (weights / total if normalise else weights) @ vectors
+    merged: Vector = np.einsum("t,tn->n", weights / total if normalise else weights, vectors)
     return merged

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from confide.merging.operators.parameters import PerModel
 from confide.merging.operators.specification import Vector, operator
 
@@ -22,8 +24,10 @@ def task_arithmetic(vectors: Vector, scale: Vector) -> Vector:
     """λ Σ D_t (Ilharco et al. 2023, section 4), or Σ λ_t D_t."""
     merged: Vector
     if (scale == scale[0]).all():
-        merged = vectors.sum(axis=0)
+        merged = vectors[0].copy()
+        for vector in vectors[1:]:
+            merged += vector  # faster than a sum over the first axis
         merged *= scale[0]
     else:
-        merged = scale @ vectors
+        merged = np.einsum("t,tn->n", scale, vectors)
     return merged

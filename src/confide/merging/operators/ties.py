@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from confide.errors import MergeError
 from confide.merging.operators.parameters import Choice, Number, PerModel
@@ -29,12 +31,19 @@ Thresholds = Mapping[str, Sequence[float]]
 class Scratch:
     """Arrays that a kernel writes over at each chunk: fresh ones cost more than the arithmetic."""
 
-    def __init__(self, count: int, size: int) -> None:
-        self.kept = np.empty((count, size))
-        self.total, self.elected, self.merged, self.agreeing, self.mass = np.empty((5, size))
+    def __init__(self, size: int) -> None:
+        self.total, self.spread, self.merged, self.entries = np.empty((4, size))
         self.magnitude = np.empty(size, np.float32)
-        self.votes = np.empty(size, np.uint16)
-        self.flag, self.zero = np.empty((2, size), bool)
+        self.votes, self.positive = np.empty((2, size), np.uint16)
+        self.mass, self.positive_mass = np.empty((2, size))
+        self.flag, self.keep = np.empty((2, size), bool)
+
+    def of(self, size: int) -> Scratch:
+        """The first part of every array."""
+        part = copy(self)
+        for name, array in vars(self).items():
+            setattr(part, name, array[:size])
+        return part
 
 
 def disjoint_merge(
@@ -53,39 +62,30 @@ def disjoint_merge(
         thresholds: T magnitudes in float32; entries below are trimmed, equal ones are kept.
         majority: −1, 0 or 1; the sign where the trimmed entries cancel exactly.
         scale: λ.
-        scratch: for at least T and n; the answer lies in it until the next call.
+        scratch: for at least n; the answer lies in it until the next call.
         weights: T factors of the entries, in the election too; the mean is over their sum. None for 1.
         mean: of the entries that agree; otherwise their sum.
 
     Returns:
         (n,); 0 where every entry is trimmed, or where they cancel and the majority is 0.
     """
-    size = vectors.shape[1]
-    scratch = scratch or Scratch(*vectors.shape)
-    kept, total = _trim(vectors, thresholds, weights, scratch)
-    elected, merged, agreeing = scratch.elected[:size], scratch.merged[:size], scratch.agreeing[:size]
-    votes, mass, agrees = scratch.votes[:size], scratch.mass[:size], scratch.flag[:size]
-    np.sign(total, out=elected)
-    if majority:
-        np.equal(total, 0, out=agrees)
-        np.copyto(elected, majority, where=agrees)
-    for array in (merged, votes, mass):
-        array[...] = 0
-    for number, entries in enumerate(kept):
-        # Times the elected sign, what agrees is positive and the rest is not.
-        np.multiply(entries, elected, out=agreeing)
-        np.greater(agreeing, 0, out=agrees)
-        if weights is None:
-            votes += agrees
-        else:
-            mass += agrees * weights[number]
-        np.maximum(agreeing, 0, out=agreeing)
-        merged += agreeing
-    elected *= scale
-    merged *= elected
+    sums = _trim(vectors, thresholds, weights, scratch or Scratch(vectors.shape[1]), mean)
+    merged, flag = sums.merged, sums.flag
+    np.copysign(sums.spread, sums.total, out=merged)
+    cancelled = _cancelled(sums)
+    merged[cancelled] *= majority
+    positive = np.greater(merged, 0, out=flag)
+    # What agrees with the sign of Σ D̂ adds up to (Σ|D̂| + |Σ D̂|)/2.
+    merged += sums.total
+    merged *= scale / 2
     if mean and weights is None:
-        merged /= np.maximum(votes, 1, out=votes)
+        sums.votes -= sums.positive
+        sums.positive *= positive
+        sums.votes *= ~positive
+        sums.votes += sums.positive
+        merged /= np.maximum(sums.votes, 1, out=sums.votes)
     elif mean:
+        mass = np.where(positive, sums.positive_mass, sums.mass - sums.positive_mass)
         np.copyto(mass, 1, where=np.abs(mass) < _SMALLEST_MASS)
         merged /= mass
     return merged
@@ -100,35 +100,56 @@ def elect_majority(
         majority: sign of Σ sign(Σ_t D̂_t) over all coordinates.
         cancelled: coordinates with entries left whose sum is exactly 0.
     """
-    scratch = Scratch(vectors.count, CHUNK)
+    scratch = Scratch(CHUNK)
     balance = cancelled = 0
     for name in vectors.changed:
         for _, chunk in vectors.chunks(name):
-            kept, total = _trim(chunk, thresholds[name], weights, scratch)
-            flag, zero = scratch.flag[: total.size], scratch.zero[: total.size]
-            positive = int(np.count_nonzero(np.greater(total, 0, out=flag)))
-            empty = int(np.count_nonzero(np.equal(total, 0, out=zero)))
-            balance += 2 * positive + empty - total.size
-            for entries in kept if empty else ():
-                zero &= np.equal(entries, 0, out=flag)
-            cancelled += empty - int(np.count_nonzero(zero))
+            sums = _trim(chunk, thresholds[name], weights, scratch, False)
+            positive = int(np.count_nonzero(np.greater(sums.total, 0, out=sums.flag)))
+            negative = int(np.count_nonzero(np.less(sums.total, 0, out=sums.flag)))
+            balance += positive - negative
+            cancelled += _cancelled(sums).size
     return int(np.sign(balance)), cancelled
 
 
+def _cancelled(sums: Scratch) -> npt.NDArray[np.int64]:
+    """Coordinates with entries left whose sum is exactly 0."""
+    zero = np.equal(sums.total, 0, out=sums.flag)
+    zero &= np.greater(sums.spread, 0, out=sums.keep)
+    return np.flatnonzero(zero)
+
+
 def _trim(
-    vectors: Vector, thresholds: Sequence[float], weights: Vector | None, scratch: Scratch
-) -> tuple[Vector, Vector]:
-    """(T, n) weighted entries that are kept, 0 elsewhere, and (n,) their sum; both lie in `scratch`."""
-    size = vectors.shape[1]
-    kept, total, keep = scratch.kept[:, :size], scratch.total[:size], scratch.flag[:size]
-    total[...] = 0
-    for number, (entries, out, threshold) in enumerate(zip(vectors, kept, thresholds, strict=True)):
-        np.greater_equal(magnitudes(entries, scratch.magnitude), np.float32(threshold), out=keep)
-        np.multiply(entries, keep, out=out)
+    vectors: Vector, thresholds: Sequence[float], weights: Vector | None, scratch: Scratch, counted: bool
+) -> Scratch:
+    """Sums over the trimmed and weighted entries of each coordinate.
+
+    Returns:
+        total: Σ D̂.
+        spread: Σ |D̂|.
+        votes, positive: if counted and without weights, how many entries are kept, and are above 0.
+        mass, positive_mass: if counted and with weights, the same, each counting as its weight.
+    """
+    sums = scratch.of(vectors.shape[1])
+    entries, keep = sums.entries, sums.keep
+    counts = (sums.votes, sums.positive) if weights is None else (sums.mass, sums.positive_mass)
+    for array in (sums.total, sums.spread, *(counts if counted else ())):
+        array[...] = 0
+    for number, (own, threshold) in enumerate(zip(vectors, thresholds, strict=True)):
+        if np.float32(threshold) > 0:
+            np.greater_equal(magnitudes(own, sums.magnitude), np.float32(threshold), out=keep)
+        else:
+            np.not_equal(own, 0, out=keep)
+        np.copyto(entries, keep)
+        entries *= own
         if weights is not None:
-            out *= weights[number]
-        total += out
-    return kept, total
+            entries *= weights[number]
+        sums.total += entries
+        if counted:
+            for count, which in zip(counts, (keep, np.greater(entries, 0, out=sums.flag)), strict=True):
+                count += which if weights is None else which * weights[number]
+        sums.spread += np.abs(entries, out=entries)
+    return sums
 
 
 @operator(
@@ -189,7 +210,7 @@ def ties(
     }
     if trim == "global":
         facts["thresholds"] = [value if math.isfinite(value) else None for value in own]
-    scratch = Scratch(vectors.count, CHUNK)
+    scratch = Scratch(CHUNK)
 
     def of_tensor(name: str) -> Kernel:
         left = list(found[name][2]) if equal == "first" else []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +21,10 @@ from confide.merging.personal.similarity import normalised
 from confide.merging.vectors import CHUNK
 from confide.privacy.statement import Statement
 from confide.release import format
-from confide.release.format import Head, ReleaseInfo
+from confide.release.format import Head, ReleaseInfo, head_config
 from confide.release.tensors import FLOATS, Values, encode, write_tensors
 from confide.release.tensors import decode as values_of
-from confide.release.write import TOKENIZER_FILES, write_release
+from confide.release.write import copy_reader, write_release
 
 
 @dataclass(frozen=True)
@@ -192,9 +191,7 @@ def _write(
             tensors[name] = (dtype, shape, [stored])
         write_tensors(folder / format.WEIGHTS, tensors)
         files.write_json(folder / "config.json", _config(merge.path, head))
-        for name in TOKENIZER_FILES:
-            if (merge.path / name).exists():
-                shutil.copyfile(merge.path / name, folder / name)
+        copy_reader(merge.path, folder, head)
 
     return write_release(
         out,
@@ -232,9 +229,4 @@ def _config(merged: Path, head: Head) -> Mapping[str, Any]:
     except (OSError, ValueError):
         raise MergeError(f"{merged / 'config.json'} can't be read") from None
     config.pop("architectures", None)  # it names the plain encoder
-    return {
-        **config,
-        "id2label": {str(number): label for number, label in enumerate(head.labels)},
-        "label2id": {label: number for number, label in enumerate(head.labels)},
-        "problem_type": "single_label_classification",
-    }
+    return {**config, **head_config(head)}

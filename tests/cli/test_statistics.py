@@ -1,0 +1,56 @@
+"""`confide statistics` on public text, statistics that training releases, and merges by both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from confide.privacy.composition import check
+from confide.privacy.statement import read as read_statement
+from confide.release.tensors import Checkpoint
+
+from .conftest import Answer
+
+Confide = Callable[..., Answer]
+
+
+def test_public_and_released(
+    confide: Confide, train: Confide, reviews: Path, tiny_base: Path, tmp_path: Path
+) -> None:
+    corpus = tmp_path / "public.txt"
+    corpus.write_text("the film was fine\na dull play\n\nthe film was fine\n")
+    asked = ("--release-statistics", "grams", "--statistics-noise", 3, "--labels", "neg,pos")
+    files = []
+    for name in ("one", "two"):
+        answer = train(reviews, "--task", name, *asked, out=name)
+        assert answer.code == 0, answer.err
+        release = tmp_path / name / "release"
+        statement = read_statement(release)
+        check(statement)
+        assert statement.claim is not None
+        assert statement.claim.epsilon <= 4
+        assert "statistics.safetensors" in statement.weights
+        files.append(tmp_path / f"{name}.safetensors")
+        found = confide(
+            "statistics", release, "--corpus", corpus, "--base", tiny_base, "--out", files[-1], "--json"
+        )
+        assert found.json()["texts"] == 2
+        # Only what training changed.
+        assert set(Checkpoint.open(files[-1]).names) == set(
+            Checkpoint.open(release / "statistics.safetensors").names
+        )
+    assert (
+        "exists already"
+        in confide("statistics", tmp_path / "one/release", "--corpus", corpus, "--out", files[0]).message()
+    )
+    models = [tmp_path / name / "release" for name in ("one", "two")]
+    given = ("--base", tiny_base, "--operator", "regmean", "--disjoint")
+    public = [part for file in files for part in ("--statistics", file)]
+    assert confide("merge", *models, *given, *public, "--out", tmp_path / "public").code == 0
+    recipe = tmp_path / "recipe.yaml"
+    lines = "".join(f"  - model: {model}\n" for model in models)
+    recipe.write_text(
+        f"merge_method: regmean\nbase_model: {tiny_base}\nstatistics: released\nmodels:\n{lines}"
+    )
+    merged = confide("merge", recipe, "--out", tmp_path / "released", "--json")
+    assert merged.json()["claim"]["epsilon"] > 0
