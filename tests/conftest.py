@@ -91,6 +91,34 @@ def tiny_base(make_base: MakeBase) -> Path:
 
 
 @pytest.fixture(scope="session")
+def sparse_base(tmp_path_factory: pytest.TempPathFactory, tiny_base: Path) -> Path:
+    """The tiny BERT's like with four experts in blocks 0 and 2, all different. Read only."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from confide.models.moe.bert import MoeBertConfig, MoeBertModel
+    from confide.models.moe.upcycle import save
+
+    config = MoeBertConfig(
+        vocab_size=len(VOCABULARY),
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=32,
+        initializer_range=0.3,
+        num_experts=4,
+        sparse_blocks=(0, 2),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = MoeBertModel(config).eval()
+    folder = tmp_path_factory.mktemp("sparse") / "base"
+    save(model, AutoTokenizer.from_pretrained(tiny_base), folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def sentences() -> Callable[[int, int], list[tuple[str, str]]]:
     """(count, seed) → distinct texts of uneven length with the label `pos` or `neg`, in equal numbers."""
 

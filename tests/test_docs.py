@@ -19,6 +19,7 @@ import confide
 from confide.cli.main import app
 from confide.cli.train import train as train_command
 from confide.experiment.plan import Plan, TaskPlan, read
+from confide.finetune.expert_settings import ExpertSettings
 from confide.finetune.settings import Settings
 from confide.merging.assign import groups_of
 from confide.merging.operators import OPERATORS
@@ -219,8 +220,13 @@ def test_settings_table_has_every_key_and_default() -> None:
                     else str(value)
                 )
                 assert f"`{key}`: {shown}" in text or (key == "kind" and f"`{key}`: `{value}`" in text), key
+        elif name == "experts":
+            assert table(DOCS / "study.md", "## experts").keys() == ExpertSettings.model_fields.keys()
         else:
             assert rows[name].strip("`") == ("none" if default is None else str(default)), name
+    for name, value in table(DOCS / "study.md", "## experts").items():
+        default = ExpertSettings.model_fields[name].default
+        assert value.strip("`") == ("none" if default is None else str(default)), name
 
 
 def test_study_tables_have_every_key() -> None:

@@ -138,7 +138,7 @@ def train(
     public = PublicBase.of(base)
     chosen = Settings.of(settings)
     refuse_idle(chosen, keys_of(settings))
-    book = Ledger.open(ledger) if ledger != "none" and chosen.method != "non-private" else None
+    book = Ledger.open(ledger) if ledger != "none" and chosen.private else None
     unfinished = Unfinished.open(Path(checkpoint)) if checkpoint is not None else None
     try:
         return finetune(

@@ -83,7 +83,7 @@ def test_refusals(
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("command", ["upcycle", "routing"])
+@pytest.mark.parametrize("command", ["upcycle", "routing", "budget"])
 def test_the_guide_lists_every_option_and_default(command: str) -> None:
     page = (Path(__file__).parents[2] / "docs" / "moe.md").read_text(encoding="utf-8")
     table = page.split(f"| option of `{command}` |", 1)[1].split("\n\n", 1)[0]
@@ -100,3 +100,17 @@ def test_the_guide_lists_every_option_and_default(command: str) -> None:
         value = words.get(str(default), str(default))
         shown[f"--{name.replace('_', '-')}"] = value
     assert rows == shown
+
+
+def test_a_budget_is_divided_by_what_noise_does(confide: Confide, sparse_base: Path, reviews: Path) -> None:
+    common = ("moe", "budget", "--model", sparse_base, "--data", reviews, "--max-length", 20)
+    quick = ("--draws", 3, "--texts", 20, "--rank", 2, "--noise", 0.3)
+    found = confide(*common, *quick, "--json").json()
+    assert (found["layer"], found["experts"]) == (2, 4)
+    assert found["own"]["harm"] == pytest.approx(16 * found["own"]["sensitivity"])
+    assert 0 < found["shared_share"] < 1
+    other = confide(*common, *quick, "--expert-clipping-bound", 0.1, "--json").json()
+    assert other["own"]["harm"] == pytest.approx(0.01 * found["own"]["harm"])
+    assert other["shared_share"] > found["shared_share"]
+    assert "RAPTOR's own rule" in confide(*common, *quick).out
+    assert "needs a corpus" in confide(*common, "--layer", "entropy").message()

@@ -118,3 +118,36 @@ def test_studies_on_own_files_are_charged(
     assert answer.code == 0
     message = confide("run", plan, "--out", tmp_path / "again", "--ledger", ledger).message()
     assert "the cap on plays" in message
+
+
+@pytest.mark.slow
+def test_a_study_of_raptor_and_what_it_is_compared_with(
+    confide: Confide, study: Callable[..., Path], sparse_base: Path, tmp_path: Path
+) -> None:
+    experts = {"layer": "last", "rank": 2}
+    raptor: dict[str, Any] = {"method": "raptor", "epsilon": 8.0, "experts": experts}
+    path = study(
+        base=str(sparse_base),
+        methods={"raptor": raptor, "one-stream": {**raptor, "experts": {**experts, "variant": "one-stream"}}},
+        settings={"steps": 2, "expected_batch": 12, "max_length": 20},
+    )
+    rows = confide("run", path, "--out", tmp_path / "out", "--json").json()
+    assert {(row["method"], row["operator"]) for row in rows} == {
+        (method, operator) for method in ("raptor", "one-stream") for operator in ("individual", "ties")
+    }
+    assert all(7.9 < row["epsilon"] <= 8 for row in rows)
+
+
+def test_a_corpus_that_shares_a_text_stops_a_study_before_it_begins(
+    confide: Confide, study: Callable[..., Path], sparse_base: Path, tmp_path: Path
+) -> None:
+    shared = (tmp_path / "plays.csv").read_text(encoding="utf-8") if study() else ""
+    corpus = tmp_path / "public.txt"
+    corpus.write_text("\n".join(line.rsplit(",", 1)[0] for line in shared.splitlines()), encoding="utf-8")
+    path = study(
+        base=str(sparse_base),
+        methods={"raptor": {"epsilon": 8.0, "experts": {"public": str(corpus)}}},
+        settings={"steps": 2, "expected_batch": 12, "max_length": 20},
+    )
+    assert "must be public" in confide("run", path, "--out", tmp_path / "out").message()
+    assert not (tmp_path / "out").exists()

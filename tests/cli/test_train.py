@@ -504,3 +504,29 @@ def test_every_rule_from_the_command_line(train: Train, reviews: Path, tmp_path:
     assert [query.noise_multipliers for query in schedule.queries] == [(4.0,)]
     lines = (tmp_path / "run" / "private" / "steps.jsonl").read_text().splitlines()
     assert len({json.loads(line)["bound"] for line in lines}) == 3
+
+
+def test_raptor(
+    confide: Confide, train: Train, sparse_base: Path, reviews: Path, sentences: Any, tmp_path: Path
+) -> None:
+    corpus = tmp_path / "public.txt"
+    corpus.write_text("\n".join(text for text, _ in sentences(40, 9)), encoding="utf-8")
+    options = ("--method", "raptor", "--base", sparse_base, "--public", corpus, "--expert-steps", 3)
+    plan = train(reviews, *options, "--dry-run", "--json").json()
+    assert [(stream["name"], stream["steps"]) for stream in plan["streams"]] == [
+        ("shared", 2),
+        ("experts", 3),
+    ]
+    found = train(reviews, *options, "--json").json()
+    assert found["method"] == "raptor"
+    assert 3.99 < found["epsilon"] <= 4
+    assert listing(tmp_path / "run" / "private") >= {"owners.json", "steps.jsonl"}
+    assert confide("verify", tmp_path / "run" / "release").code == 0
+    bare = ("--method", "raptor", "--base", sparse_base)
+    assert "--public" in train(reviews, *bare, out="other").message()
+    bad = train(reviews, *bare, "--expert-clipping-bound", -1, out="other").message()
+    assert "--expert-clipping-bound: " in bad
+    assert (
+        "--layer has no effect here: it needs --method raptor"
+        in train(reviews, "--layer", "last", out="other").message()
+    )

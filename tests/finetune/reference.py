@@ -6,7 +6,7 @@ Slow and obvious on purpose, and without noise: it shares nothing with the loop 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,10 @@ class Reference:
         units: list[list[int]],
         sampling: Key,
         distance: Callable[[], Tensor],
+        owner: Sequence[int] = (),
     ) -> None:
         """`loss(row)` is one record's loss; `units` are rows by unit; `distance` is ‖w − w₀‖²."""
+        self.owner = owner
         self.parameters = dict(model.named_parameters())
         self.loss = loss
         self.units = units
@@ -84,7 +86,17 @@ class Reference:
 
     def gradient_of(self, stream: Stream, row: int) -> Vector:
         tensors = [self.parameters[name] for name in stream.parameters]
-        return dict(zip(stream.parameters, torch.autograd.grad(self.loss(row), tensors), strict=True))
+        loss = self.loss(row)
+        weight = (
+            (1 - (-loss.detach()).exp()) ** stream.record_power if stream.record_weight != "none" else 1.0
+        )
+        found = dict(zip(stream.parameters, torch.autograd.grad(loss * weight, tensors), strict=True))
+        for name in found if stream.ownership == "owner" else ():
+            if ".experts." in name:
+                others = torch.arange(stream.experts) != self.owner[row]
+                found[name] = found[name].clone()
+                found[name][others] = 0
+        return found
 
     def move(self, stream: Stream, gradient: Vector, step: int) -> None:
         left = (stream.steps - step) / (stream.steps - stream.warmup)
@@ -128,7 +140,7 @@ def roles(stream: Stream) -> list[tuple[float, tuple[str, ...]]]:
 
 def clip_factor(clipping: Clipping, bound: float, norm: Tensor) -> Tensor | float:
     if clipping.rule in ("flat", "per-role"):
-        return min(1.0, bound / float(norm))
+        return min(1.0, bound / max(float(norm), 1e-300))
     if clipping.rule == "normalised":
         return clipping.bound / (norm + clipping.stability)
     return 1.0

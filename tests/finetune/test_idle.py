@@ -35,6 +35,8 @@ def ask(**given: Any) -> None:
         ({"anchor": 0, "anchor_form": "decoupled"}, "anchor_form"),
         ({**NON_PRIVATE, "clipping_bound": 2.0}, "clipping_bound"),
         ({**NON_PRIVATE, "bias_correction": 1e-8}, "bias_correction"),
+        ({"method": "raptor", "experts": {"variant": "non-private"}, "clipping": "flat"}, "clipping"),
+        ({"method": "raptor", "anchor_form": "decoupled"}, "anchor_form"),
         ({**NON_PRIVATE, "clipping": "adaptive"}, "clipping"),
         ({"clipping_quantile": 0.3}, "clipping_quantile"),
         ({"clipping": "per-role", "count_noise": 3.0}, "count_noise"),
@@ -59,6 +61,7 @@ def test_idle_settings(given: dict[str, Any], key: str) -> None:
         {"clipping": "adaptive", "clipping_quantile": 0.3, "clipping_rate": 0.1, "count_noise": 3.0},
         {**ALL, "clipping": "per-role", "head_share": 0.3, "bias_correction": 1e-8},
         {**NON_PRIVATE, "optimizer": "sgd", "decay": "cosine", "warmup": 3},
+        {"method": "raptor", **HEAD, "learning_rate": 0.1},
     ],
 )
 def test_settings_that_act(given: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from confide.errors import PrivacyError
@@ -13,7 +14,7 @@ from confide.privacy.accountant import epsilon
 from confide.privacy.distinguisher import epsilon_lower
 from confide.privacy.events import PoissonGaussian
 from confide.privacy.queries import Query
-from confide.privacy.splits import Rule, split, variance
+from confide.privacy.splits import Rule, best_share, paper_share, split, variance
 from confide.privacy.streams import Budget, Clipping, Schedule, Stream
 
 MakeStream = Callable[..., Stream]
@@ -142,3 +143,19 @@ def test_where_basic_composition_does_not_apply(stream: MakeStream) -> None:
         split(_two(stream, noise_multiplier=0.0), Budget(1.0, 1e-5), shares)
     with pytest.raises(PrivacyError, match="unknown rule"):
         split(_two(stream), Budget(1.0, 1e-5), shares, "cube-root")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ratio", [1e-3, 0.403, 1.0, 50.0])
+def test_best_shares_are_the_minima_of_what_they_say(ratio: float) -> None:
+    for found, power in ((best_share(2.0, 2.0 * ratio), 1), (paper_share(2.0, 2.0 * ratio), 2)):
+        shares = np.linspace(1e-4, 1 - 1e-4, 200_001)
+        harm = 2.0 / shares**power + 2.0 * ratio / (1 - shares) ** power
+        assert found == pytest.approx(shares[harm.argmin()], abs=2e-5)
+
+
+def test_shares_of_the_paper_s_ratio() -> None:
+    """Measured λₑ/λₛ = 6.3e-3 with E = 8 and equal bounds."""
+    assert paper_share(1.0, 64 * 6.3e-3) == pytest.approx(0.575, abs=5e-4)
+    assert best_share(1.0, 64 * 6.3e-3) == pytest.approx(0.61, abs=5e-3)
+    with pytest.raises(PrivacyError, match="experts' stream must cost something"):
+        best_share(1.0, -0.1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import sys
 from collections.abc import Mapping
 from contextlib import closing
@@ -16,6 +15,7 @@ from confide.cli.keys import Key, signed, signing_key
 from confide.cli.output import print_json, spelled
 from confide.cli.plan import print_plan
 from confide.cli.progress import progress_bars
+from confide.cli.train_options import read_options, stored
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -63,12 +63,15 @@ def train(
     epsilon: Annotated[float, typer.Option(help="ε of the release.")] = 4.0,
     delta: Annotated[str, typer.Option(help="A number, or auto (min(1e-6, 1/(10n))), 1/n, n^-1.1.")] = "auto",
     method: Annotated[
-        Literal["dp-merging", "dp-adamw", "non-private"], typer.Option(help="How to train.")
+        Literal["dp-merging", "dp-adamw", "raptor", "non-private"], typer.Option(help="How to train.")
     ] = "dp-merging",
     trainable: Annotated[
         Literal["lora", "blocks", "all", "head"], typer.Option(help="What is trained beside the head.")
     ] = "lora",
-    blocks: Annotated[int, typer.Option(help="Top blocks for lora and blocks; 0 for all.")] = 1,
+    blocks: Annotated[
+        int | None,
+        typer.Option(help="Top blocks for lora and blocks; 0 for all. 1 if left out; for raptor, all."),
+    ] = None,
     rank: Annotated[int, typer.Option(help="LoRA rank.")] = 8,
     declared_units: Annotated[
         int | None, typer.Option(help="n as a public constant; counted if left out, and then assumed public.")
@@ -108,6 +111,40 @@ def train(
         float, typer.Option(help="Noise of the ascent's query over the descent's.")
     ] = 1.0,
     anchor: Annotated[float | None, typer.Option(help="λ of the pull to the base.")] = None,
+    variant: Annotated[
+        Literal[
+            "raptor",
+            "one-draw",
+            "one-clip",
+            "one-stream",
+            "shared-only",
+            "experts-only",
+            "monolithic",
+            "non-private",
+        ],
+        typer.Option(help="Of raptor: the method itself, or what it is compared with."),
+    ] = "raptor",
+    layer: Annotated[
+        str,
+        typer.Option(help="Layer whose experts are trained: entropy, first, last, or a block's number."),
+    ] = "entropy",
+    public: Annotated[
+        Path | None, typer.Option(help="Public texts, one a line, by which layer entropy is chosen.")
+    ] = None,
+    shared_share: Annotated[float, typer.Option(help="The shared stream's share of the budget.")] = 0.9,
+    expert_steps: Annotated[
+        int | None, typer.Option(help="Steps of the stream of experts; as many as --steps if left out.")
+    ] = None,
+    expert_learning_rate: Annotated[
+        float | None, typer.Option(help="Of the experts; the encoder's if left out.")
+    ] = None,
+    expert_clipping: Annotated[
+        Literal["flat", "normalised"], typer.Option(help="Clipping rule of the stream of experts.")
+    ] = "flat",
+    expert_clipping_bound: Annotated[float, typer.Option(help="C of the stream of experts.")] = 1.0,
+    record_weight: Annotated[
+        Literal["residual", "none"], typer.Option(help="How the stream of experts weighs records.")
+    ] = "residual",
     anchor_form: Annotated[
         Literal["coupled", "decoupled"], typer.Option(help="Through the optimizer, or beside it.")
     ] = "coupled",
@@ -175,7 +212,7 @@ def train(
         raise ConfigError(f"Missing option --{needed[0]}")
     if out.exists():
         raise ConfigError(f"{out} exists already; choose another --out or remove it first")
-    settings, records, public = _read(options)
+    settings, records, model = read_options(options, _OPTIONS)
     if dry_run:
         from confide.finetune.agreement import agreed
         from confide.finetune.plan import measure, trained_parameters
@@ -183,8 +220,8 @@ def train(
         from confide.models.backbones import load_classifier
         from confide.privacy.plan import plan as foresee
 
-        agreed(settings, records, public.identity, public.folder)
-        classifier = load_classifier(public.folder, records.labels, settings.seed, records.problem)
+        agreed(settings, records, model.identity, model.folder)
+        classifier = load_classifier(model.folder, records.labels, settings.seed, records.problem)
         adapted, schedule, planned = plan(records, classifier, settings)
         count = public_units(records, settings)
         foreseen = foresee(schedule, count, planned, trained_parameters(adapted, schedule))
@@ -195,11 +232,11 @@ def train(
     from confide.finetune.folder import RunFolder
 
     signs = signing_key(key)  # before anything is spent
-    book = _ledger(options)
+    book = _ledger(options, settings)
     # The folder comes before the charge: one that can't be written must not cost a budget.
     folder = RunFolder(out)
-    with closing(folder.begin(_stored(options), checkpoint_every)) as unfinished:
-        _train(folder, unfinished, options, settings, records, public, book, signs, json=json)
+    with closing(folder.begin(stored(options), checkpoint_every)) as unfinished:
+        _train(folder, unfinished, options, settings, records, model, book, signs, json=json)
 
 
 _OPTIONS: dict[str, Any] = {
@@ -210,73 +247,11 @@ _OPTIONS: dict[str, Any] = {
 """What defines a run, with the defaults."""
 
 
-def _read(options: Mapping[str, Any]) -> tuple[Settings, TaskData, PublicBase]:
-    """Settings, records and base, from the files that the options name."""
-    from confide.errors import ConfigError, ReleaseError
-    from confide.finetune.idle import refuse_idle
-    from confide.finetune.run import PublicBase
-    from confide.finetune.settings import Settings
-    from confide.release.write import check_task_name
-    from confide.tasks.files import read_task
-
-    given = {name: options[name] for name in Settings.model_fields if name in options}
-    given["delta"] = _number_or_rule(options["delta"])
-    given["trainable"] = {"kind": options["trainable"], "blocks": options["blocks"], "rank": options["rank"]}
-    settings = Settings.of({key: value for key, value in given.items() if value is not None}, spelled)
-    changed = {name for name, value in options.items() if value != _OPTIONS[name]}
-    refuse_idle(
-        settings,
-        changed | {f"trainable.{name}" for name in changed & {"blocks", "rank"}},
-        spelled,
-    )
-    for name, needed, acts in (
-        ("rows_per_unit", "--unit", options["unit"] is not None),
-        ("test_size", "no --test-data", options["test_data"] is None),
-    ):
-        if name in changed and not acts:
-            raise ConfigError(f"{spelled(name)} has no effect here: it needs {needed}")
-    if options["task"] is None:
-        try:
-            check_task_name(options["dataset"])
-        except ReleaseError as error:
-            raise ConfigError(
-                f"--dataset names the task too, and {error}; or name the task with --task"
-            ) from None
-    labels = options["labels"]
-    records = read_task(
-        Path(options["data"]),
-        **{name: options[name] for name in ("text", "text_pair", "tokens", "image", "image_size", "label")},
-        label_range=_range(options["label_range"]),
-        labels=labels.split(",") if labels is not None else None,
-        name=options["task"] or options["dataset"],
-        unit=options["unit"],
-        rows_per_unit=options["rows_per_unit"],
-        test_size=options["test_size"],
-        test_file=Path(options["test_data"]) if options["test_data"] else None,
-        seed=options["seed"],
-        metric=options["metric"],
-    )
-    return settings, records, PublicBase.of(options["base"])
-
-
-def _ledger(options: Mapping[str, Any]) -> Ledger | None:
+def _ledger(options: Mapping[str, Any], settings: Settings) -> Ledger | None:
     from confide.cli.ledger import ledger_for_training
 
-    claims = options["method"] != "non-private" and options["simulate"] is None
+    claims = settings.private and options["simulate"] is None
     return ledger_for_training(options["ledger"]) if claims else None
-
-
-def _stored(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as JSON values that mean the same from any folder."""
-    paths = {name: str(value.absolute()) for name, value in options.items() if isinstance(value, Path)}
-    stored = {**options, **paths}
-    if Path(options["base"]).expanduser().is_dir():
-        stored["base"] = str(Path(options["base"]).expanduser().absolute())
-    if options["ledger"] not in (None, "none") and "://" not in options["ledger"]:
-        stored["ledger"] = str(Path(options["ledger"]).expanduser().absolute())
-    if options["key"] not in (None, "none"):
-        stored["key"] = str(Path(options["key"]).expanduser().absolute())
-    return stored
 
 
 def _go_on(path: Path, *, json: bool) -> None:
@@ -296,8 +271,18 @@ def _go_on(path: Path, *, json: bool) -> None:
         options = folder.options()
         unfinished.every = options["checkpoint_every"]
         signs = signing_key(options["key"])
-        settings, records, public = _read(options)
-        _train(folder, unfinished, options, settings, records, public, _ledger(options), signs, json=json)
+        settings, records, model = read_options(options, _OPTIONS)
+        _train(
+            folder,
+            unfinished,
+            options,
+            settings,
+            records,
+            model,
+            _ledger(options, settings),
+            signs,
+            json=json,
+        )
 
 
 def _train(
@@ -367,32 +352,6 @@ def _summary(result: FineTuned, out: Path, score: float, signs: Ed25519PrivateKe
         "score_is_private": False,
         "published": [number.model_dump() for number in statement.published],
     }
-
-
-def _range(said: str | None) -> tuple[float, float] | None:
-    from confide.errors import ConfigError
-
-    if said is None:
-        return None
-    try:
-        low, high = map(float, said.split(","))
-    except ValueError:
-        raise ConfigError(f"--label-range: two numbers with a comma between them, not {said}") from None
-    return low, high
-
-
-def _number_or_rule(delta: str) -> float | str:
-    from confide.errors import ConfigError
-
-    if delta in ("auto", "1/n", "n^-1.1"):
-        return delta
-    try:
-        value = float(delta)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < 1:
-        raise ConfigError(f"--delta: a number between 0 and 1, auto, 1/n or n^-1.1, not {delta}")
-    return value
 
 
 def _show(result: FineTuned, statement: Statement, summary: dict[str, Any], score: float) -> None:

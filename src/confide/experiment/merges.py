@@ -15,7 +15,7 @@ from confide.merging.merge import MergeReport, merge
 from confide.merging.operators import find
 from confide.models.releases import load_release
 from confide.tasks.brown import other_sentences
-from confide.tasks.corpus import check_public, read_corpus, sample
+from confide.tasks.corpus import check_public, read_corpus, sample, texts_of
 from confide.tasks.records import TaskData
 
 if TYPE_CHECKING:
@@ -42,11 +42,7 @@ def public_texts(plan: PublicText, tasks: Sequence[TaskData]) -> tuple[str, ...]
     texts = sample(other_sentences() if known else read_corpus(plan.corpus), plan.texts, seed=0)
     for task in tasks:
         if task.problem.inputs != "image":
-            private = [text for records in (task.train, task.test) for text in records.texts]
-            # Of a pair, each text; of words, the text that they make.
-            whole = [text if isinstance(text, str) else " ".join(text) for text in private]
-            parts = [part for text in private if task.problem.inputs == "pair" for part in text]
-            check_public(texts, [*whole, *parts], task.name)
+            check_public(texts, texts_of(task), task.name)
     return texts
 
 

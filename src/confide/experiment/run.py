@@ -23,12 +23,12 @@ from confide.experiment.merges import (
     score_merge,
 )
 from confide.experiment.plan import MergePlan, Plan, TaskPlan
+from confide.finetune.experts import routing_texts
 from confide.finetune.methods import schedule
 from confide.finetune.prepare import Prepared, Progress
-from confide.finetune.run import FineTuned, PublicBase, finetune, prepare, public_units
+from confide.finetune.run import FineTuned, PublicBase, adapted_for, finetune, prepare, public_units
 from confide.finetune.settings import Settings
 from confide.geometry.drift import folder_drift
-from confide.models.adapters import adapt
 from confide.models.backbones import load_classifier
 from confide.privacy.composition import compose, per_dataset
 from confide.privacy.statement import Claim, Statement
@@ -168,8 +168,10 @@ def _check_before_training(plan: Plan, tasks: list[TaskData], base: PublicBase) 
     for method in _methods(plan):
         settings = plan.settings_of(method, plan.seeds[0])
         # Which blocks and layers there are is the base's matter: the same for every task.
-        adapted = adapt(load_classifier(base.folder, tasks[0].labels, 0), settings.trainable, 0)
+        adapted = adapted_for(tasks[0], load_classifier(base.folder, tasks[0].labels, 0), settings)
         for task in tasks:
+            if settings.method == "raptor":
+                routing_texts(settings.experts, task)
             schedule(settings, adapted, public_units(task, settings), task.train.units.name)
 
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from confide.finetune.experts import BoundExperts
 from confide.gradients import losses
 from confide.models.adapters import Adapted, lora_factors, lora_scale
 from confide.privacy.units import UnitMap
@@ -31,6 +32,7 @@ class Binding:
         units: which rows belong to which unit.
         anchor_gradient: names → gradient of ‖w − w₀‖² at the current weights, by name.
         loss: (outputs, labels) of some rows → (rows,) losses, each of its own row alone.
+        experts: those among the parameters, with the records' owners; None for a dense model.
     """
 
     module: nn.Module
@@ -42,6 +44,7 @@ class Binding:
     units: UnitMap
     anchor_gradient: Callable[[tuple[str, ...]], dict[str, Tensor]]
     loss: Callable[[Tensor, Tensor], Tensor] = losses.classification
+    experts: BoundExperts | None = None
 
 
 class Anchor:

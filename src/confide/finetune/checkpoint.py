@@ -8,6 +8,7 @@ same. That is checked first. Everything here is private: with the keys noise cou
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -19,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -34,8 +37,9 @@ EVERY = 300.0
 """Seconds between two checkpoints: how much work may have to be done twice."""
 
 _KEYS, _CHARGE, _STATE, _TENSORS = "run.json", "charge.json", "state.json", "state.safetensors"
+_OWNERS = "owners.json"
 _CHECKPOINT = "checkpoint-"
-_OWN = re.compile(r"lock|run\.json|charge\.json|options\.json|checkpoint-\d+|\..+\.partial")
+_OWN = re.compile(r"lock|run\.json|charge\.json|owners\.json|options\.json|checkpoint-\d+|\..+\.partial")
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,7 @@ class Unfinished:
             found._remove_checkpoints(all_but=found._latest() if found.asked else None)
             if not found.asked:
                 (folder / _CHARGE).unlink(missing_ok=True)
+                (folder / _OWNERS).unlink(missing_ok=True)
         except OSError as error:
             raise ReleaseError(f"can't write {folder}: {error.strerror or error}") from error
         return found
@@ -166,6 +171,33 @@ class Unfinished:
         """Put the reservation on disk, before the first noisy query."""
         value = {"schema": SCHEMA, "ledger": ledger, "entry": entry}
         files.write_json(self.folder / _CHARGE, value, private=True)
+
+    def owners(self, layer: str) -> npt.NDArray[np.int64] | None:
+        """(rows,) the records' owners that `note_owners` kept; None before.
+
+        Raises:
+            ResumeError: the file is damaged, or another layer's.
+        """
+        file = self.folder / _OWNERS
+        if not file.exists():
+            return None
+        value = _json(file)
+        try:
+            found = np.array(value["owner"], dtype=np.int64)
+            if value["layer"] == layer and value["hash"] == _owners_hash(found):
+                return found
+        except (KeyError, TypeError, ValueError, OverflowError):
+            pass
+        raise ResumeError(f"{file} is damaged or belongs to another run, so the run can't go on")
+
+    def note_owners(self, layer: str, owner: npt.NDArray[np.int64]) -> None:
+        """Put the records' owners on disk, before the first noisy query.
+
+        A second computation could break a near tie the other way, and the run would meet its own noise with
+        another gradient.
+        """
+        value = {"layer": layer, "owner": owner.tolist(), "hash": _owners_hash(owner)}
+        files.write_json(self.folder / _OWNERS, {"schema": SCHEMA, **value}, private=True)
 
     def latest(self, run: str) -> State | None:
         """The last checkpoint; None if there is none, and the run is replayed from its first step.
@@ -243,6 +275,10 @@ class Unfinished:
         for folder in self.folder.glob(f"{_CHECKPOINT}*"):
             if folder != all_but:
                 shutil.rmtree(folder)
+
+
+def _owners_hash(owner: npt.NDArray[np.int64]) -> str:
+    return hashlib.sha256(owner.astype("<i8").tobytes()).hexdigest()
 
 
 def _json(file: Path, advice: str = "the run can't go on from it") -> dict[str, Any]:

@@ -37,7 +37,7 @@ def _conditions(settings: Settings) -> list[tuple[tuple[str, ...], bool, str]]:
     """(keys, whether they act, what they need)."""
     kind = settings.trainable.kind
     encoder = kind != "head"
-    private = settings.method != "non-private"
+    private = settings.private
     merging = settings.method == "dp-merging" and encoder
     ascent = settings.ascent or ("paired" if merging else "none")
     anchored = encoder and (merging if settings.anchor is None else settings.anchor > 0)
@@ -45,7 +45,8 @@ def _conditions(settings: Settings) -> list[tuple[tuple[str, ...], bool, str]]:
     return [
         (tuple(f"trainable.{key}" for key in lora), kind == "lora", "trainable `lora`"),
         (("trainable.blocks",), kind in ("lora", "blocks"), "trainable `lora` or `blocks`"),
-        (("learning_rate", "anchor"), encoder, "something to train beside the head"),
+        (("anchor",), encoder, "something to train beside the head"),
+        (("learning_rate",), encoder or settings.method == "raptor", "something to train beside the head"),
         (("anchor_form",), anchored, "an anchor"),
         (("ascent_radius",), ascent != "none", "an ascent"),
         (

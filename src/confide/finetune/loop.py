@@ -15,11 +15,14 @@ from torch import Tensor
 
 from confide.errors import ModelError
 from confide.finetune.binding import Binding
+from confide.finetune.experts import UNCLIPPED, announce, engine_of
 from confide.finetune.optimizers import optimizer_of, rate_at
 from confide.gradients.clipping import next_bound
 from confide.gradients.engine import Engine
+from confide.gradients.expert_engine import ExpertEngine
 from confide.gradients.keys import Keys
 from confide.gradients.noise import add_noise
+from confide.gradients.residual import residual_weights
 from confide.gradients.sampling import poisson_draw
 from confide.privacy.streams import Schedule, Stream
 
@@ -28,7 +31,7 @@ Units = npt.NDArray[np.int64]
 
 @dataclass
 class StepRecord:
-    """What one step of one stream looked like. Private: un-noised.
+    """What one step of one stream looked like, record weights included. Private: un-noised.
 
     Attributes:
         units: that were drawn.
@@ -151,10 +154,7 @@ class _StreamRunner:
         self.stream = stream
         self.keys = keys
         self.parameters = {name: binding.parameters[name] for name in stream.parameters}
-        roles = {name: role for role, group in enumerate(stream.groups) for name in group.parameters}
-        self.engine = (
-            None if stream.clipping.rule == "none" else Engine(binding.module, self.parameters, roles)
-        )
+        self.engine = engine_of(binding.module, binding.experts, stream, self.parameters)
         self.clipping = stream.clipping  # with this step's bound
         self.noise_variance = 0.0  # of each value of `gradient`
         self.gradient: dict[str, Tensor] = {}
@@ -276,19 +276,25 @@ class _StreamRunner:
         return sums
 
     def _clipped_sums(
-        self, engine: Engine, rows: Units, position: Units, parts: list[Units], record: StepRecord | None
+        self,
+        engine: Engine | ExpertEngine,
+        rows: Units,
+        position: Units,
+        parts: list[Units],
+        record: StepRecord | None,
     ) -> dict[str, Tensor]:
+        clipping = UNCLIPPED if self.clipping.rule == "none" else self.clipping
         with engine:
             for part in parts:
                 local = np.unique(position[part], return_inverse=True)[1]
                 units = int(local.max()) + 1
                 losses = self._losses(rows[part])
-                norms = engine.add(losses, torch.from_numpy(local), units, self.clipping)
+                norms = engine.add(losses, torch.from_numpy(local), units, clipping)
                 if record is not None:
                     record.loss += float(losses.detach().nansum()) / len(rows)
-                    clipped = int((norms > self.clipping.bound).sum())
+                    clipped = int((norms > clipping.bound).sum())
                     record.clipped += clipped / (int(position[-1]) + 1)
-                    record.unclipped += int((norms <= self.clipping.bound).sum())
+                    record.unclipped += int((norms <= clipping.bound).sum())
             return engine.take()
 
     def _plain_sums(
@@ -307,8 +313,13 @@ class _StreamRunner:
         return sums
 
     def _losses(self, rows: Units) -> Tensor:
-        outputs = self.binding.forward(self.binding.batch(rows))
-        return self.binding.loss(outputs, self.binding.labels[torch.from_numpy(rows)])
+        batch = self.binding.batch(rows)
+        announce(self.engine, self.binding.experts, self.stream, rows, batch)
+        outputs, labels = self.binding.forward(batch), self.binding.labels[torch.from_numpy(rows)]
+        losses = self.binding.loss(outputs, labels)
+        if self.stream.record_weight == "residual":
+            losses = losses * residual_weights(outputs, labels, self.stream.record_power).to(losses.dtype)
+        return losses
 
 
 @contextmanager

@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from confide.errors import ConfigError
+from confide.finetune.experts import UNCLIPPED, BoundExperts, announce, engine_of, made_up_experts
 from confide.finetune.prepare import forward_of, kept_tokens, loss_of, made_up, made_up_targets
-from confide.gradients.engine import Engine
 from confide.models.adapters import Adapted
-from confide.models.tail import features
+from confide.models.tail import Source, features
 from confide.privacy.streams import Schedule, Stream
 
 _UNITS = {"MB": 10**6, "MiB": 2**20, "GB": 10**9, "GiB": 2**30}
@@ -99,33 +99,38 @@ def _peak(adapted: Adapted, schedule: Schedule, cached: bool, rows: int, length:
     module, forward = forward_of(classifier, adapted.first_block, inputs)
     named = dict(classifier.model.named_parameters())
     lengths = torch.from_numpy(inputs.lengths)
+    experts = made_up_experts(adapted, rows)
 
-    def loss() -> Tensor:
-        outputs = forward(inputs.batch(np.arange(rows)))
+    def losses(batch: dict[str, Tensor]) -> Tensor:
+        outputs = forward(batch)
         targets = made_up_targets(classifier.problem, outputs, torch.arange(rows), lengths)
         return loss_of(classifier.problem)(outputs, targets)
 
     return max(
-        _sums_peak(module, loss, rows, stream, {name: named[name] for name in stream.parameters})
+        _sums_peak(module, losses, inputs, experts, stream, {name: named[name] for name in stream.parameters})
         for stream in schedule.streams
     )
 
 
 def _sums_peak(
     module: nn.Module,
-    loss: Callable[[], Tensor],
-    rows: int,
+    losses: Callable[[dict[str, Tensor]], Tensor],
+    inputs: Source,
+    experts: BoundExperts | None,
     stream: Stream,
     parameters: dict[str, nn.Parameter],
 ) -> int:
-    if stream.clipping.rule == "none":
-        return _counted(lambda: torch.autograd.grad(loss().sum(), list(parameters.values())))
-    roles = {name: role for role, group in enumerate(stream.groups) for name in group.parameters}
-    engine = Engine(module, parameters, roles)
+    rows = np.arange(len(inputs))
+    engine = engine_of(module, experts, stream, parameters)
+    if engine is None:
+        return _counted(lambda: torch.autograd.grad(losses(inputs.batch(rows)).sum(), [*parameters.values()]))
+    clipping = UNCLIPPED if stream.clipping.rule == "none" else stream.clipping
 
     def clipped() -> dict[str, Tensor]:
         with engine:
-            engine.add(loss(), torch.arange(rows), rows, stream.clipping)
+            batch = inputs.batch(rows)
+            announce(engine, experts, stream, rows, batch)
+            engine.add(losses(batch), torch.from_numpy(rows), len(rows), clipping)
         return engine.take()
 
     clipped()  # the first one plans, on extra rows

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from confide.errors import ConfigError
-from confide.finetune import released
+from confide.finetune import raptor, released
+from confide.finetune.clipping import clipping_of
 from confide.finetune.settings import Settings
 from confide.models.adapters import Adapted
+from confide.privacy.calibration import calibrate
 from confide.privacy.queries import Query
-from confide.privacy.streams import Clipping, ParameterGroup, Schedule, Stream
+from confide.privacy.streams import Budget, ParameterGroup, Schedule, Stream
 
 DEFAULT_ANCHOR = 0.001
 DEFAULT_BATCH = 1024
@@ -16,11 +20,10 @@ ACCURACY = "accuracy"
 
 
 def schedule(settings: Settings, adapted: Adapted, units: int, unit: str = "record") -> Schedule:
-    """One stream over everything that is trained, with noise multiplier 1 (0 for `non-private`).
+    """One stream over everything that is trained, or those of `raptor`.
 
-    Beside it the query for statistics, where one is wanted.
-
-    `privacy.calibration.calibrate` scales the noise of the stream to what the query leaves of the budget.
+    Beside them the queries that the settings ask for. Noise multipliers of streams are 1, or 0 without
+    privacy; `with_budget` scales them to what the queries leave of the budget.
 
     Args:
         units: n, public.
@@ -35,7 +38,10 @@ def schedule(settings: Settings, adapted: Adapted, units: int, unit: str = "reco
             f"expected_batch is {batch}, but there are only {units} {unit}s to draw from; "
             f"choose at most {units}"
         )
-    private = settings.method != "non-private"
+    if settings.method == "raptor":
+        planned = raptor.schedule(settings, adapted, units, batch, unit)
+        return dataclasses.replace(planned, queries=_queries(settings))
+    private = settings.private
     # A head alone has nothing to merge, so it doesn't pay for an ascent.
     merging = settings.method == "dp-merging" and bool(adapted.encoder)
     ascent = settings.ascent or ("paired" if merging else "none")
@@ -56,7 +62,7 @@ def schedule(settings: Settings, adapted: Adapted, units: int, unit: str = "reco
         steps=settings.steps,
         draw="all",
         sampling_rate=batch / units,
-        clipping=_clipping(settings, groups, batch) if private else Clipping("none", settings.clipping_bound),
+        clipping=clipping_of(settings, groups, batch),
         noise_multiplier=sigma,
         denominator=float(batch),
         ascent=ascent,
@@ -74,22 +80,11 @@ def schedule(settings: Settings, adapted: Adapted, units: int, unit: str = "reco
     return Schedule((stream,), unit=unit, queries=queries)
 
 
-def _clipping(settings: Settings, groups: tuple[ParameterGroup, ...], batch: int) -> Clipping:
-    match settings.clipping:
-        case "adaptive":
-            return Clipping(
-                "adaptive",
-                settings.clipping_bound,
-                quantile=settings.clipping_quantile,
-                quantile_rate=settings.clipping_rate,
-                count_noise=settings.count_noise or batch / 20,
-            )
-        case "per-role":
-            head = settings.head_share
-            shares = tuple(head if group.name == "head" else 1 - head for group in groups)
-            return Clipping("per-role", settings.clipping_bound, shares=shares if len(groups) > 1 else (1.0,))
-        case rule:
-            return Clipping(rule, settings.clipping_bound)
+def with_budget(planned: Schedule, settings: Settings, budget: Budget) -> Schedule:
+    """The schedule with noise that spends the budget."""
+    if settings.method == "raptor":
+        return raptor.with_budget(planned, settings, budget)
+    return calibrate(planned, budget)
 
 
 def _queries(settings: Settings) -> tuple[Query, ...]:

@@ -15,6 +15,7 @@ import torch
 
 from confide.finetune import methods
 from confide.finetune.binding import Anchor, Binding
+from confide.finetune.experts import made_up_experts
 from confide.finetune.loop import train
 from confide.finetune.memory import bytes_of, micro_batch_tokens
 from confide.finetune.prepare import (
@@ -119,6 +120,7 @@ def measure(
         units=UnitMap.records(many),
         anchor_gradient=Anchor(adapted).gradient,
         loss=loss_of(problem),
+        experts=made_up_experts(adapted, many),
     )
     few_seconds, many_seconds = (_step(binding, schedule, count) for count in (_FEW_ROWS, many))
     per_row = max(0.0, many_seconds - few_seconds) / (many - _FEW_ROWS)

@@ -11,6 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from confide import files
 from confide.errors import ConfigError, ModelError, ReleaseError
 from confide.finetune import methods, released
@@ -18,6 +21,7 @@ from confide.finetune.agreement import agreed
 from confide.finetune.binding import Anchor, Binding
 from confide.finetune.charge import charged
 from confide.finetune.checkpoint import Begun, Unfinished
+from confide.finetune.experts import attach_experts, bind_experts, owners_for
 from confide.finetune.fingerprint import fingerprint
 from confide.finetune.loop import History, train
 from confide.finetune.memory import bytes_of, micro_batch_tokens
@@ -34,8 +38,8 @@ from confide.finetune.prepare import (
 from confide.finetune.published import noisy_accuracy
 from confide.finetune.released import Released
 from confide.finetune.selfcheck import (
+    check_all_gradients,
     check_finite,
-    check_gradients,
     check_noise,
     check_rows_are_independent,
 )
@@ -52,7 +56,7 @@ from confide.models.backbones import (
     stored_names,
 )
 from confide.privacy import statement as statements
-from confide.privacy.calibration import calibrate, resolve_delta
+from confide.privacy.calibration import resolve_delta
 from confide.privacy.composition import new_run, training_spending, training_statement
 from confide.privacy.statement import Base, Statement
 from confide.privacy.streams import Budget, Schedule
@@ -117,6 +121,7 @@ class FineTuned:
         unfinished: the run's keys and checkpoints on disk, private; None if there are none.
         statistics: noisy, of the training records; released with the weights. None where none were asked.
         agreement: what the run kept to; released with the weights.
+        owner: (rows,) which expert owns each training record; None where none is asked for. Private.
     """
 
     prepared: Prepared
@@ -128,6 +133,7 @@ class FineTuned:
     unfinished: Unfinished | None = None
     statistics: Released | None = None
     agreement: Agreement | None = None
+    owner: npt.NDArray[np.int64] | None = None
 
     def score(self) -> float:
         """Score on the test records. Not noised: for reports, never for a release."""
@@ -154,9 +160,14 @@ class FineTuned:
         return statement
 
     def keep_private(self, folder: Path) -> None:
-        """Write losses and clipped shares of every step, for whoever ran it and nobody else."""
+        """Write losses and clipped shares of every step, and owners, for whoever ran it and nobody else."""
         lines = [json.dumps(_finite(dataclasses.asdict(step))) for step in self.history.steps]
         files.write_text(folder / "steps.jsonl", "\n".join(lines) + "\n", private=True)
+        if self.owner is not None:
+            (layer,) = self.adapted.experts
+            files.write_json(
+                folder / "owners.json", {"layer": layer.name, "owner": self.owner.tolist()}, private=True
+            )
         folder.chmod(0o700)
 
     def info(self) -> ReleaseInfo:
@@ -221,6 +232,14 @@ def public_units(task: TaskData, settings: Settings) -> int:
     return settings.declared_units or task.train.units.count
 
 
+def adapted_for(task: TaskData, classifier: Classifier, settings: Settings) -> Adapted:
+    """The classifier with what is trained chosen; of the task only its texts are read, to compare them with
+    a public corpus.
+    """
+    layers = attach_experts(classifier, settings, task) if settings.method == "raptor" else ()
+    return adapt(classifier, settings.trainable, settings.seed, layers)
+
+
 def plan(
     task: TaskData, classifier: Classifier, settings: Settings
 ) -> tuple[Adapted, Schedule, float | None]:
@@ -238,14 +257,14 @@ def plan(
         raise ConfigError("release_statistics is for texts with one label each")
     if settings.publish_accuracy is not None and task.problem.target != "class":
         raise ConfigError("publish_accuracy counts rows with one label each, not labels of words")
-    adapted = adapt(classifier, settings.trainable, settings.seed)
+    adapted = adapted_for(task, classifier, settings)
     units = task.train.units
     count = public_units(task, settings)
     schedule = methods.schedule(settings, adapted, count, units.name)
     if not schedule.private or settings.epsilon is None:
         return adapted, schedule, None
     delta = resolve_delta(settings.delta, count)
-    return adapted, calibrate(schedule, Budget(settings.epsilon, delta)), delta
+    return adapted, methods.with_budget(schedule, settings, Budget(settings.epsilon, delta)), delta
 
 
 def finetune(
@@ -327,11 +346,12 @@ def finetune(
         check_finite(classifier, forward, inputs)
         if schedule.private:
             check_rows_are_independent(classifier, forward, inputs)
-            check_gradients(classifier, module, forward, trained, inputs)
+            check_all_gradients(adapted, module, forward, trained, inputs)
             for stream in schedule.streams:
                 check_noise(stream.noise_multiplier * stream.clipping.bound)
             for query in schedule.queries:
                 check_noise(query.noise_multipliers[0])
+        owner = owners_for(prepared, adapted, schedule, settings, unfinished)
         binding = Binding(
             module=module,
             forward=forward,
@@ -342,6 +362,7 @@ def finetune(
             units=units,
             anchor_gradient=Anchor(adapted).gradient,
             loss=loss_of(task.problem),
+            experts=bind_experts(adapted.experts, owner),
         )
         history = train(
             binding,
@@ -372,7 +393,18 @@ def finetune(
         ledger=entry,
         agreement=keeps.hash if keeps else None,
     )
-    return FineTuned(prepared, adapted, settings, schedule, history, statement, unfinished, statistics, keeps)
+    return FineTuned(
+        prepared,
+        adapted,
+        settings,
+        schedule,
+        history,
+        statement,
+        unfinished,
+        statistics,
+        keeps,
+        owner,
+    )
 
 
 def _statistics(

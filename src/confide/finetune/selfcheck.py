@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +14,9 @@ from confide.finetune.prepare import loss_of, made_up, made_up_targets
 from confide.gradients.engine import Engine
 from confide.gradients.keys import Keys
 from confide.gradients.noise import add_noise
+from confide.models.adapters import Adapted
 from confide.models.backbones import Classifier
+from confide.models.moe.selfcheck import self_check
 from confide.models.tail import Features, Source
 from confide.privacy.streams import Clipping
 
@@ -68,6 +71,32 @@ def check_finite(
                 "the base's outputs on made-up rows aren't finite, so losses would be NaN from the start; "
                 "its weights or its configuration are broken"
             )
+
+
+def check_all_gradients(
+    adapted: Adapted,
+    module: nn.Module,
+    forward: Callable[[dict[str, Tensor]], Tensor],
+    trained: Mapping[str, nn.Parameter],
+    inputs: Source,
+) -> None:
+    """`check_gradients` of dense parameters, and `self_check` of experts.
+
+    Args:
+        trained: all that will be trained, by name.
+
+    Raises:
+        ModelError: as these.
+    """
+    classifier, apart = adapted.classifier, set(adapted.expert_parameters)
+    dense = {name: parameter for name, parameter in trained.items() if name not in apart}
+    if dense:
+        check_gradients(classifier, module, forward, dense, inputs)
+    config: Any = classifier.model.config
+    for layer in adapted.experts:
+        assert classifier.tokenizer is not None  # experts are of texts
+        vocabulary, pad = int(config.vocab_size), int(classifier.tokenizer.pad_token_id)
+        self_check(module, forward, layer, vocabulary=vocabulary, pad=pad)
 
 
 def check_gradients(

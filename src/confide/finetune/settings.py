@@ -10,10 +10,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from confide.errors import ConfigError
+from confide.finetune.expert_settings import ATTENTION, ExpertSettings
 from confide.models.adapters import Trainable
 from confide.privacy.events import NOT_POISSON
 
-Method = Literal["non-private", "dp-adamw", "dp-merging"]
+Method = Literal["non-private", "dp-adamw", "dp-merging", "raptor"]
 AscentChoice = Literal["none", "paired", "fresh", "lagged"]
 MEMORY = r"^\d+(\.\d+)?(MB|MiB|GB|GiB)$"
 
@@ -23,7 +24,8 @@ class Settings(BaseModel):
 
     Attributes:
         method: `non-private`; `dp-adamw` (one noisy clipped gradient a step); `dp-merging` (a paired ascent
-            and an anchor to the base, so that the release merges well).
+            and an anchor to the base, so that the release merges well); `raptor` (a mixture of experts in two
+            streams: what all records share, and one layer's experts, each trained by the records it owns).
         epsilon: ε of the release; unused by `non-private`.
         delta: δ, or a rule for it: `auto` is min(1e-6, 1/(10n)).
         declared_units: n as a public constant: sampling rate, δ and the default batch follow from it, so that
@@ -32,7 +34,8 @@ class Settings(BaseModel):
         expected_batch: B, the mean size of a Poisson draw and the denominator; q = B/n. None takes 1024, or
             n/4 where that is less.
         steps: number of noisy steps; all are charged.
-        trainable: what is trained beside the head.
+        trainable: what is trained beside the head. `raptor` takes LoRA on the attention of all blocks unless
+            `blocks` or `targets` are given.
         learning_rate: of encoder parameters (or adapters) at the first step.
         head_learning_rate: of the head.
         decay: of both rates.
@@ -65,6 +68,7 @@ class Settings(BaseModel):
             made-up texts have, which is public.
         agreement: file of `confide agree`; what contradicts it is refused, and the statement has its hash.
         seed: fixes initial weights; public. Noise and sampling never depend on it.
+        experts: of `raptor`.
     """
 
     method: Method = "dp-merging"
@@ -100,6 +104,7 @@ class Settings(BaseModel):
     statistics_bound: float | None = Field(default=None, gt=0)
     agreement: Path | None = None
     seed: int = Field(default=0, ge=0)
+    experts: ExpertSettings = ExpertSettings()
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -118,8 +123,10 @@ class Settings(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             path = [str(part) for part in first["loc"]]
-            if path[:1] == ["trainable"]:
-                known, path = list(Trainable.model_fields), path[:2]
+            parts: dict[str, type[BaseModel]] = {"trainable": Trainable, "experts": ExpertSettings}
+            nested = parts.get(path[0]) if path else None
+            if nested is not None:
+                known, path = list(nested.model_fields), path[:2]
             else:
                 known, path = list(cls.model_fields), path[:1]  # what follows names an alternative type
             key = ".".join(path)
@@ -132,16 +139,38 @@ class Settings(BaseModel):
             where = f"{spell(key)}: " if key else ""
             raise ConfigError(f"{where}{first['msg']}, not {first['input']}") from None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _raptor_adapts_all_attention(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and given.get("method") == "raptor":
+            trainable = given.get("trainable", {})
+            if isinstance(trainable, Mapping) and trainable.get("kind", "lora") == "lora":
+                return {**given, "trainable": {"blocks": 0, "targets": ATTENTION, **trainable}}
+        return given
+
+    @property
+    def private(self) -> bool:
+        """Whether noise is added, so that something is claimed."""
+        return self.method != "non-private" and (
+            self.method != "raptor" or self.experts.variant != "non-private"
+        )
+
     @model_validator(mode="after")
     def _budget_fits_method(self) -> Settings:
-        if self.method != "non-private" and self.epsilon is None:
+        if self.private and self.epsilon is None:
             raise ValueError(f"method {self.method} needs an epsilon")
+        if self.method == "raptor" and (self.ascent not in (None, "none") or self.anchor):
+            raise ValueError("raptor has no ascent and no anchor; leave them out")
+        if self.method != "raptor" and self.experts != ExpertSettings():
+            raise ValueError(f"settings of experts belong to method raptor, and not to {self.method}")
         if self.bias_correction and self.optimizer != "adamw":
             raise ValueError(
                 f"bias_correction is for adamw; {self.optimizer} has no second moment to correct"
             )
         if self.warmup >= self.steps:
             raise ValueError(f"a warmup of {self.warmup} steps must be shorter than the {self.steps} steps")
-        if self.method == "non-private" and self.release_statistics:
+        if self.release_statistics and not self.private:
             raise ValueError("method non-private adds no noise, so no release_statistics; use public text")
+        if self.release_statistics and self.method == "raptor":
+            raise ValueError("release_statistics knows none of experts, so raptor has none; leave it out")
         return self

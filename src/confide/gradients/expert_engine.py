@@ -42,7 +42,7 @@ class ExpertEngine:
     ) -> None:
         self._model = model
         self._experts = experts
-        self._names = _names(model, experts, parameters)
+        self._names = trained_names(model, experts, parameters)
         self._wide = all(parameter.dtype == torch.float64 for parameter in parameters.values())
         self._sums = Sums(parameters)
         self._frozen: list[tuple[nn.Parameter, bool]] = []
@@ -84,16 +84,7 @@ class ExpertEngine:
         """
         if not self._active:
             raise ModelError("ExpertEngine.expect needs the block `with engine:` around it")
-        device = self._experts.get_parameter(self._experts.form.up).device
-        if owner is not None:
-            owner = torch.as_tensor(owner, dtype=torch.int64, device=device)
-            if owner.shape != (rows,):
-                raise ModelError(f"need one owner per row; got shape {tuple(owner.shape)} for {rows} rows")
-            if rows and not 0 <= int(owner.min()) <= int(owner.max()) < self._experts.experts:
-                raise ModelError(f"owners must lie between 0 and {self._experts.experts - 1}")
-        if mask is not None:
-            mask = torch.as_tensor(mask, device=device)
-        self._experts.watch = Watch(rows, owner, mask)
+        self._experts.watch = watch_for(self._experts, rows, owner, mask)
 
     def add(
         self,
@@ -130,7 +121,8 @@ class ExpertEngine:
         if watch.output is None or watch.pairs is None or not losses.requires_grad:
             raise ModelError("the losses don't depend on the experts that are trained")
         if not self._independent and len(losses) > 1:
-            self._check_independence(losses, watch)
+            check_independence(losses, watch)
+            self._independent = True
         weights = torch.ones_like(losses) if weights is None else weights.detach().to(losses.dtype)
         (gradient,) = torch.autograd.grad(losses, watch.output, weights)
         with torch.no_grad():
@@ -153,28 +145,59 @@ class ExpertEngine:
             parts.pop().add_to(self._sums, factors, rows)
         return squares.clamp(min=0).sqrt()
 
-    def _check_independence(self, losses: Tensor, watch: Watch) -> None:
-        """The loss of the first and of the last row must reach no other row of the layer's output."""
-        assert watch.output is not None
-        rows = len(losses)
-        for row in (0, rows - 1):
-            weights = torch.zeros_like(losses)
-            weights[row] = 1
-            (gradient,) = torch.autograd.grad(losses, watch.output, weights, retain_graph=True)
-            # Layers that repeat their tokens for every expert still have the row as the next dimension.
-            leak = gradient.view(-1, rows, watch.length, gradient.shape[1])
-            others = torch.arange(rows, device=losses.device) != row
-            found = leak[:, others]
-            if bool(((found != 0) & found.isfinite()).any()):
-                raise ModelError(
-                    "the loss of one row depends on other rows at the experts: a record's gradient must "
-                    "depend on that record alone"
-                )
-        self._independent = True
+
+def watch_for(
+    experts: OwnerExperts,
+    rows: int,
+    owner: npt.NDArray[np.int64] | Tensor | None,
+    mask: npt.NDArray[Any] | Tensor | None,
+) -> Watch:
+    """What the next forward pass of these experts is to keep.
+
+    Raises:
+        ModelError: an owner that is no expert of the layer.
+    """
+    device = experts.get_parameter(experts.form.up).device
+    if owner is not None:
+        owner = torch.as_tensor(owner, dtype=torch.int64, device=device)
+        if owner.shape != (rows,):
+            raise ModelError(f"need one owner per row; got shape {tuple(owner.shape)} for {rows} rows")
+        if rows and not 0 <= int(owner.min()) <= int(owner.max()) < experts.experts:
+            raise ModelError(f"owners must lie between 0 and {experts.experts - 1}")
+    return Watch(rows, owner, None if mask is None else torch.as_tensor(mask, device=device))
 
 
-def _names(model: nn.Module, experts: OwnerExperts, parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
-    """Name in the experts → name of the trained parameter."""
+def check_independence(losses: Tensor, watch: Watch) -> None:
+    """The loss of the first and of the last row must reach no other row of the layer's output.
+
+    Raises:
+        ModelError: it does.
+    """
+    assert watch.output is not None
+    rows = len(losses)
+    for row in (0, rows - 1):
+        weights = torch.zeros_like(losses)
+        weights[row] = 1
+        (gradient,) = torch.autograd.grad(losses, watch.output, weights, retain_graph=True)
+        # Layers that repeat their tokens for every expert still have the row as the next dimension.
+        leak = gradient.view(-1, rows, watch.length, gradient.shape[1])
+        others = torch.arange(rows, device=losses.device) != row
+        found = leak[:, others]
+        if bool(((found != 0) & found.isfinite()).any()):
+            raise ModelError(
+                "the loss of one row depends on other rows at the experts: a record's gradient must "
+                "depend on that record alone"
+            )
+
+
+def trained_names(
+    model: nn.Module, experts: OwnerExperts, parameters: Mapping[str, nn.Parameter]
+) -> dict[str, str]:
+    """Name in the experts → name of the trained parameter.
+
+    Raises:
+        ModelError: a parameter that isn't the experts', or that the model uses elsewhere too.
+    """
     if not parameters:
         raise ModelError("nothing to train: the engine was given no parameter")
     trained = {id(value): name for name, value in experts.trained().items()}

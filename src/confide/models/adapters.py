@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 
 from confide.errors import ConfigError
 from confide.models.backbones import Classifier
+from confide.models.moe.attach import merged_experts, trained_names
+from confide.models.moe.layers import SparseLayer, sparse_layers
 
 _BLOCK = re.compile(r"\.layers?\.(\d+)\.")
 _UNREAD = (
@@ -29,8 +32,8 @@ class Trainable(BaseModel):
         alpha: LoRA's scale is alpha / rank.
         train_a: whether LoRA's A is trained too. False keeps it at its public random value: half as much to
             add noise to, and ΔW linear in what is trained (FFA-LoRA, Sun et al. 2024); worse where measured.
-        targets: last name components of the Linear layers that LoRA adapts; by default what families call the
-            projections of queries and values.
+        targets: ends of the names of the Linear layers that LoRA adapts, whole components: `value`, or
+            `attention.output.dense`; by default what families call the projections of queries and values.
     """
 
     kind: Literal["head", "lora", "blocks", "all"] = "lora"
@@ -54,6 +57,7 @@ class Adapted:
         first_block: index of the lowest block that is trained; everything below is frozen and its output
             can be cached. The number of blocks when only the head is trained, 0 when embeddings are.
         lora: adapted layers by the name of their weight in the plain model.
+        experts: layers whose experts are attached and trained, apart from `encoder`.
     """
 
     classifier: Classifier
@@ -61,12 +65,22 @@ class Adapted:
     head: tuple[str, ...]
     first_block: int
     lora: dict[str, nn.Module]
+    experts: tuple[SparseLayer, ...] = ()
+
+    @property
+    def expert_parameters(self) -> tuple[str, ...]:
+        """Names of the trained parameters of attached experts."""
+        return tuple(name for layer in self.experts for name in trained_names(layer))
 
 
-def adapt(classifier: Classifier, trainable: Trainable, seed: int) -> Adapted:
+def adapt(
+    classifier: Classifier, trainable: Trainable, seed: int, experts: Sequence[SparseLayer] = ()
+) -> Adapted:
     """Choose what is trained; everything else gets `requires_grad = False`.
 
     Args:
+        experts: layers whose experts are attached, so that they are trained apart. Routers and the experts of
+            other layers then stay frozen.
         seed: fixes LoRA's initial A (B starts at zero, so the model is unchanged); public.
 
     Raises:
@@ -85,28 +99,35 @@ def adapt(classifier: Classifier, trainable: Trainable, seed: int) -> Adapted:
         encoder = tuple(name for name, _ in model.named_parameters() if name in wanted)
         lora = {f"{name}.weight": layer for name, layer in lora.items()}
     else:
+        apart = tuple(f"{layer.name}." for layer in sparse_layers(model)) if experts else ()
         encoder = tuple(
             name
             for name, _ in model.named_parameters()
-            if name not in classifier.head and _is_trained(name, trainable.kind, lowest)
+            if name not in classifier.head
+            and _is_trained(name, trainable.kind, lowest)
+            and not name.startswith(apart)
         )
     first = {"head": count, "all": 0}.get(trainable.kind, lowest)
+    first = min([first, *(layer.number for layer in experts)])
     trained = {*encoder, *classifier.head}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
-    return Adapted(classifier, encoder, classifier.head, first, lora)
+    return Adapted(classifier, encoder, classifier.head, first, lora, tuple(experts))
 
 
 def plain_state(adapted: Adapted) -> dict[str, Tensor]:
     """The classifier's tensors under their plain names, LoRA merged: W + (alpha/r)·B·A."""
     state: dict[str, Tensor] = {}
+    merged = {name: value for layer in adapted.experts for name, value in merged_experts(layer).items()}
+    apart = tuple(f"{layer.name}.experts." for layer in adapted.experts)
     for name, value in adapted.classifier.model.state_dict().items():
-        if ".lora_A." in name or ".lora_B." in name:
+        if ".lora_A." in name or ".lora_B." in name or name.startswith(apart):
             continue
         plain = name.replace(".base_layer.", ".")
         layer = adapted.lora.get(plain)
         value = value.detach()
         state[plain] = (value + lora_delta(layer) if layer is not None else value).contiguous().clone()
+    state |= {name: value.detach().contiguous().clone() for name, value in merged.items()}
     return state
 
 
@@ -142,11 +163,12 @@ def _is_trained(name: str, kind: str, lowest: int) -> bool:
 def _inject(model: nn.Module, trainable: Trainable, lowest: int, seed: int) -> dict[str, nn.Module]:
     from peft import LoraConfig, inject_adapter_in_model
 
+    endings = tuple(f".{target}" for target in trainable.targets)
     names = [
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
-        and name.rsplit(".", 1)[-1] in trainable.targets
+        and name.endswith(endings)
         and (match := _BLOCK.search(name + "."))
         and int(match[1]) >= lowest
     ]

@@ -118,3 +118,32 @@ def _gradients(stream: Stream) -> Stream:
 
 def _scaled(stream: Stream, factor: float) -> Stream:
     return Schedule((stream,)).with_noise(factor).streams[0]
+
+
+def best_share(shared: float, experts: float) -> float:
+    """The shared stream's share of μ² with the least expected harm by noise.
+
+    Harm is shared·σₛ² + experts·σₑ², and a stream's μ² is as q²T/σ² in first order, so the share is
+    √shared / (√shared + √experts). For streams of as many steps.
+
+    Args:
+        shared: λₛCₛ², what noise on the shared stream costs per unit of σₛ² (`finetune.sensitivity`).
+        experts: λₑE²Cₑ²: their sum is divided by B/E.
+    """
+    return _share(shared, experts, 1 / 2)
+
+
+def paper_share(shared: float, experts: float) -> float:
+    """RAPTOR's ρ*, a share of ε (arXiv 2609.05770, proposition 1): cube roots, as if σ were 1/(ρε).
+
+    Args:
+        shared, experts: as in `best_share`.
+    """
+    return _share(shared, experts, 1 / 3)
+
+
+def _share(shared: float, experts: float, power: float) -> float:
+    for name, weight in (("shared", shared), ("experts'", experts)):
+        if not (math.isfinite(weight) and weight > 0):
+            raise PrivacyError(f"noise on the {name} stream must cost something, not {weight:.3g}")
+    return float(shared**power / (shared**power + experts**power))

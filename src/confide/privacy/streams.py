@@ -152,6 +152,14 @@ class Stream:
         warmup: steps in which the rates first rise from 0, linearly.
         weight_decay: decoupled decay towards 0; must be 0 beside an anchor, which pulls to w₀.
         sampling: how units join a draw; only `poisson` has a claim.
+        record_weight: by what a record's loss is multiplied before its gradient is clipped. `none`: 1.
+            `residual`: (1 − p)^`record_power`, where p is the model's probability of the record's own class
+            at the weights where the gradient is taken (RAPTOR, arXiv 2609.05770). A constant of that record
+            alone, so that it changes nothing about the bound; private.
+        record_power: γ of `residual`.
+        ownership: which experts' parameters a record reaches: `all`, or `owner`, one expert's. The vector of
+            all experts together is what is clipped, so that the owner never shows in the price.
+        experts: E of the layer whose experts are among the parameters; 0 for none. Public.
     """
 
     name: str
@@ -173,6 +181,10 @@ class Stream:
     warmup: int = 0
     weight_decay: float = 0.0
     sampling: str = "poisson"
+    record_weight: Literal["none", "residual"] = "none"
+    record_power: float = 1.0
+    ownership: Literal["all", "owner"] = "all"
+    experts: int = 0
 
     def __post_init__(self) -> None:
         where = f"stream {self.name!r}"
@@ -202,6 +214,20 @@ class Stream:
             raise PrivacyError(f"{where}: anchor and weight decay must not be negative")
         if self.anchor and self.weight_decay:
             raise PrivacyError(f"{where}: weight decay pulls to 0, an anchor to the base; choose one")
+        if not (math.isfinite(self.record_power) and self.record_power > 0):
+            raise PrivacyError(f"{where}: record_power must be a positive number, not {self.record_power}")
+        if self.experts < 0 or (self.ownership == "owner" and not self.experts):
+            raise PrivacyError(f"{where}: ownership `owner` needs the number of experts, not {self.experts}")
+        if self.ownership == "owner" and self.denominator < 1:
+            raise PrivacyError(
+                f"{where}: {self.experts} experts share a draw so small that less than one unit is expected "
+                f"for each (the denominator is {self.denominator:g}); raise the batch"
+            )
+        if self.ownership == "owner" and self.clipping.rule == "adaptive":
+            raise PrivacyError(
+                f"{where}: adaptive clipping takes its share of unclipped units from the denominator, which "
+                "for experts with owners need not be the expected draw; clip by `flat` or `normalised`"
+            )
         if not 0 <= self.warmup < self.steps:
             raise PrivacyError(f"{where}: a warmup of {self.warmup} steps doesn't fit into {self.steps}")
         if not (math.isfinite(self.bias_correction) and self.bias_correction >= 0):

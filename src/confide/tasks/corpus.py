@@ -9,6 +9,7 @@ import numpy as np
 
 from confide.errors import DataError
 from confide.tasks.overlap import normalise
+from confide.tasks.records import TaskData
 
 
 def read_corpus(path: str | Path) -> tuple[str, ...]:
@@ -43,6 +44,16 @@ def sample(texts: Sequence[str], count: int, seed: int) -> tuple[str, ...]:
         return tuple(distinct)
     kept = np.sort(np.random.default_rng(seed).permutation(len(distinct))[:count])
     return tuple(distinct[number] for number in kept)
+
+
+def texts_of(task: TaskData) -> tuple[str, ...]:
+    """The texts of all records, as `check_public` compares them: of a pair each one, and both together; of
+    words, the text that they make. Private.
+    """
+    texts = [text for records in (task.train, task.test) for text in records.texts]
+    whole = [text if isinstance(text, str) else " ".join(text) for text in texts]
+    parts = [part for text in texts if task.problem.inputs == "pair" for part in text]
+    return (*whole, *parts)
 
 
 def check_public(corpus: Sequence[str], records: Sequence[str], where: str) -> None:

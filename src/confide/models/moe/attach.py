@@ -36,23 +36,23 @@ def attach(layer: SparseLayer, lora: Lora | None = None) -> OwnerExperts:
 
 def detach(layer: SparseLayer) -> nn.Module:
     """Put the layer's own experts back, with what was trained merged into their weights."""
-    attached = _attached(layer)
+    held = attached(layer)
     merged = merged_experts(layer)
     with torch.no_grad():
         for name, parameter in layer.base.named_parameters():
             parameter.copy_(merged[f"{layer.name}.experts.{name}"])
-    layer.block.experts = attached.base
-    return attached.base
+    layer.block.experts = held.base
+    return held.base
 
 
 def merged_experts(layer: SparseLayer) -> dict[str, Tensor]:
     """The experts' tensors under their names in the plain model, LoRA merged: W + (alpha / r)·B·A."""
-    attached = _attached(layer)
-    form = attached.form
-    merged = {name: value.detach() for name, value in attached.named_parameters() if "_lora_" not in name}
-    if attached.lora is not None:
+    held = attached(layer)
+    form = held.form
+    merged = {name: value.detach() for name, value in held.named_parameters() if "_lora_" not in name}
+    if held.lora is not None:
         for name in (form.up, form.down):
-            merged[name] = merged[name] + attached.delta(name)
+            merged[name] = merged[name] + held.delta(name)
     if layer.kind == "listed":
         merged = {
             f"{expert}.{name}.weight": value[number]
@@ -62,11 +62,21 @@ def merged_experts(layer: SparseLayer) -> dict[str, Tensor]:
     return {f"{layer.name}.experts.{name}": value for name, value in merged.items()}
 
 
-def _attached(layer: SparseLayer) -> OwnerExperts:
-    attached = layer.block.get_submodule("experts")
-    if not isinstance(attached, OwnerExperts):
+def trained_names(layer: SparseLayer) -> tuple[str, ...]:
+    """Names in the model of what is trained of the attached experts."""
+    return tuple(f"{layer.name}.experts.{name}" for name in attached(layer).trained())
+
+
+def attached(layer: SparseLayer) -> OwnerExperts:
+    """The stand-in of the layer's experts.
+
+    Raises:
+        ModelError: there is none.
+    """
+    experts = layer.block.get_submodule("experts")
+    if not isinstance(experts, OwnerExperts):
         raise ModelError(f"{layer.name} has no attached experts")
-    return attached
+    return experts
 
 
 def _fused(experts: nn.Module, scaled: bool) -> tuple[dict[str, nn.Parameter], Form]:

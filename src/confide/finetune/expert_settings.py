@@ -1,0 +1,72 @@
+"""What a person chooses about the experts of a mixture; `raptor` turns it into streams."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from confide.models.moe.owners import Vote
+from confide.privacy.splits import Rule
+
+Variant = Literal[
+    "raptor",
+    "one-draw",
+    "one-clip",
+    "one-stream",
+    "shared-only",
+    "experts-only",
+    "monolithic",
+    "non-private",
+]
+
+ATTENTION = ("query", "key", "value", "attention.output.dense")
+"""q, k, v and o, by the names of BERT and its like."""
+
+
+class ExpertSettings(BaseModel):
+    """Settings of `raptor` about the experts. All of them are public, and read by no other method.
+
+    Attributes:
+        variant: `raptor` (two streams, each with its own draws), or what it is compared with. `one-draw`:
+            both streams on one minibatch, as a joint step. `one-clip`: owners, but one norm over both.
+            `one-stream`: one stream over the same parameters, every record reaching all experts (matched
+            scope A). `shared-only` (B). `experts-only`: with the head as it was initialised (C).
+            `monolithic`: one stream over the shared parameters and the experts of all layers.
+            `non-private`: `raptor` without noise and clipping; claims nothing.
+        layer: whose experts are trained: `entropy` (the most even owners on public text), `first`, `last`, or
+            the number of a block.
+        public: file of public texts, one a line, for `entropy`. It must share no text with the records.
+        vote: how tokens vote for a record's owner; see `models.moe.owners`.
+        train: `lora`, or `weights`.
+        rank: r of the experts' LoRA.
+        alpha: its scale is alpha / rank.
+        steps: of the stream of experts; None takes those of the shared stream.
+        learning_rate: at the first step; None takes that of the encoder.
+        clipping: rule for the stream of experts.
+        clipping_bound: its C.
+        denominator: what divides each expert's noisy sum: `even`, B/E, or `batch`, B.
+        record_weight: `residual` multiplies a record's loss by (1 − p)^`record_power`; or `none`.
+        record_power: γ.
+        shared_share: ρ, the shared stream's share of the budget, read as `split` says.
+        split: see `privacy.splits.split`.
+    """
+
+    variant: Variant = "raptor"
+    layer: str = "entropy"
+    public: str | None = None
+    vote: Vote = "plurality"
+    train: Literal["lora", "weights"] = "lora"
+    rank: int = Field(default=8, gt=0)
+    alpha: float = Field(default=16.0, gt=0)
+    steps: int | None = Field(default=None, gt=0)
+    learning_rate: float | None = Field(default=None, gt=0)
+    clipping: Literal["flat", "normalised"] = "flat"
+    clipping_bound: float = Field(default=1.0, gt=0)
+    denominator: Literal["even", "batch"] = "even"
+    record_weight: Literal["residual", "none"] = "residual"
+    record_power: float = Field(default=1.0, gt=0)
+    shared_share: float = Field(default=0.9, gt=0, lt=1)
+    split: Rule = "shared_share"
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
