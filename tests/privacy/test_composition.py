@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from confide.errors import PrivacyError
@@ -202,6 +202,18 @@ def test_a_data_set_in_two_inputs_is_apart_from_nothing_by_that() -> None:
     assert _claimed(outer) == pytest.approx(_claimed(inner), rel=1e-9)
 
 
+def test_data_sets_that_one_input_keeps_together_are_together() -> None:
+    """Where two declarations contradict each other, the one that claims less holds."""
+    a, c = _statement("a"), _statement("c", sigma=5.0)
+    left_open = _merge(a, c, disjoint=False)
+    for outer in (
+        _merge(a, c, left_open, disjoint=True),
+        _merge(_merge(a, c, disjoint=True), left_open, disjoint=False),
+    ):
+        assert _claimed(outer) == pytest.approx(_claimed(left_open), rel=1e-9)
+        check(outer)
+
+
 TREE = st.recursive(
     st.sampled_from("abcd"),
     lambda inner: st.tuples(st.lists(inner, min_size=1, max_size=3), st.booleans()),
@@ -213,6 +225,8 @@ RUNS = {
 
 
 @settings(max_examples=12, deadline=None)
+@example((["a", "c", (["a", "c"], False)], True))
+@example(([(["a", "c"], True), (["a", "c"], False)], False))
 @given(TREE)
 def test_no_merge_claims_less_than_any_of_its_inputs(tree: Any) -> None:
     """The invariant of composition: more inputs never cost less, and everything together is never passed."""

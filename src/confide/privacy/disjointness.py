@@ -2,7 +2,8 @@
 
 Two data sets are apart only if somebody declared it at the merge where they met: a merge that is declared
 disjoint says that no unit is in two of its *inputs*, and nothing about data sets within one input. So what an
-earlier merge left undeclared stays composed, and what it declared stays apart.
+earlier merge left undeclared stays composed, and what it declared stays apart. Where two declarations differ,
+the one that claims less holds: data sets that any input keeps together are together.
 """
 
 from __future__ import annotations
@@ -47,13 +48,17 @@ def apart(inputs: Sequence[Statement], *, disjoint: bool) -> Pairs:
         disjoint: whether this merge says so of its inputs. A data set that is in both of two inputs is not
             apart from anything by that.
     """
-    pairs: set[frozenset[str]] = set()
-    for part in inputs:
-        pairs |= apart(part.merged, disjoint=part.disjoint is not None)
+    names = [_names(part) for part in inputs]
+    within = [apart(part.merged, disjoint=part.disjoint is not None) for part in inputs]
+    pairs = {pair for said in within for pair in said}
     if disjoint:
-        for one, other in itertools.combinations([_names(part) for part in inputs], 2):
+        for one, other in itertools.combinations(names, 2):
             pairs |= {frozenset(pair) for pair in itertools.product(one - other, other - one)}
-    return frozenset(pairs)
+    return frozenset(
+        pair
+        for pair in pairs
+        if all(pair in said for own, said in zip(names, within, strict=True) if pair <= own)
+    )
 
 
 def groups(datasets: Collection[str], pairs: Pairs, adjacency: Adjacency) -> tuple[frozenset[str], ...]:
