@@ -38,15 +38,15 @@ def _conditions(settings: Settings) -> list[tuple[tuple[str, ...], bool, str]]:
     kind = settings.trainable.kind
     encoder = kind != "head"
     private = settings.private
+    pulled = encoder or settings.method == "raptor"
     merging = settings.method == "dp-merging" and encoder
     ascent = settings.ascent or ("paired" if merging else "none")
-    anchored = encoder and (merging if settings.anchor is None else settings.anchor > 0)
+    anchored = pulled and (merging if settings.anchor is None else settings.anchor > 0)
     lora = ("rank", "alpha", "train_a", "targets")
     return [
         (tuple(f"trainable.{key}" for key in lora), kind == "lora", "trainable `lora`"),
         (("trainable.blocks",), kind in ("lora", "blocks"), "trainable `lora` or `blocks`"),
-        (("anchor",), encoder, "something to train beside the head"),
-        (("learning_rate",), encoder or settings.method == "raptor", "something to train beside the head"),
+        (("anchor", "learning_rate"), pulled, "something to train beside the head"),
         (("anchor_form",), anchored, "an anchor"),
         (("ascent_radius",), ascent != "none", "an ascent"),
         (

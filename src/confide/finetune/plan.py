@@ -118,7 +118,7 @@ def measure(
         micro_batches=micro_batches(inputs, tokens),
         labels=_zeros(problem, many, max_length),
         units=UnitMap.records(many),
-        anchor_gradient=Anchor(adapted).gradient,
+        anchor_gradient=Anchor(adapted, schedule.anchored).gradient,
         loss=loss_of(problem),
         experts=made_up_experts(adapted, many),
     )

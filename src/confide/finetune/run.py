@@ -360,7 +360,7 @@ def finetune(
             micro_batches=micro_batches(inputs, tokens),
             labels=targets(prepared),
             units=units,
-            anchor_gradient=Anchor(adapted).gradient,
+            anchor_gradient=Anchor(adapted, schedule.anchored).gradient,
             loss=loss_of(task.problem),
             experts=bind_experts(adapted.experts, owner),
         )

@@ -49,11 +49,13 @@ class Settings(BaseModel):
         clipping_quantile: of `adaptive`: share of the gradients to leave unclipped.
         clipping_rate: of `adaptive`: how fast C follows.
         count_noise: of `adaptive`: noise on the number of unclipped units; None takes B/20.
-        ascent: None takes the method's own (`paired` for dp-merging, else `none`).
+        ascent: None takes the method's own (`paired` for dp-merging, else `none`). Both streams of `raptor`
+            ascend, each over its own parameters.
         ascent_radius: ρ, length of the ascent in weight space.
         ascent_noise_ratio: noise of the ascent query over that of the descent; its answer only gives a
             direction.
-        anchor: λ of the pull to the base; None takes the method's own (`default_anchor` for dp-merging).
+        anchor: λ of the pull to the base; None takes the method's own (`DEFAULT_ANCHOR` for dp-merging). In
+            `raptor` it pulls experts too.
         anchor_form: see `privacy.streams.Stream`.
         weight_decay: decoupled; only without an anchor.
         publish_accuracy: standard deviation of noise, in test units: the noisy accuracy on the test units is
@@ -159,8 +161,6 @@ class Settings(BaseModel):
     def _budget_fits_method(self) -> Settings:
         if self.private and self.epsilon is None:
             raise ValueError(f"method {self.method} needs an epsilon")
-        if self.method == "raptor" and (self.ascent not in (None, "none") or self.anchor):
-            raise ValueError("raptor has no ascent and no anchor; leave them out")
         if self.method != "raptor" and self.experts != ExpertSettings():
             raise ValueError(f"settings of experts belong to method raptor, and not to {self.method}")
         if self.bias_correction and self.optimizer != "adamw":
