@@ -242,7 +242,7 @@ def test_memory_that_isnt_enough(base: Path, releases: tuple[Path, Path], tmp_pa
     needed, what = plan.memory()
     assert "matrix " in what
     write(plan, tmp_path / "enough", memory=needed)
-    with pytest.raises(MergeError, match=r"actmat needs .* GB of memory for matrix .* are allowed"):
+    with pytest.raises(MergeError, match=r"actmat needs .* MB of private memory for matrix .* are allowed"):
         write(plan, tmp_path / "merged", memory=needed - 1)
     assert not (tmp_path / "merged").exists()
 

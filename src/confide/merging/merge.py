@@ -14,6 +14,7 @@ import numpy as np
 from confide import files
 from confide.errors import MergeError, ReleaseError
 from confide.merging.inputs import Input
+from confide.merging.memory import limited
 from confide.merging.operators.specification import Rule
 from confide.merging.plan import Plan, plan_models
 from confide.merging.recipe import DTYPES
@@ -126,15 +127,26 @@ def write(
     """Do what was planned; arguments and errors as in `merge`.
 
     Args:
-        memory: private memory in bytes that the merge may need; more is an error before anything is read.
+        memory: private memory in bytes that the merge may take beside what the process has: chunks are made
+            to fit, and the system enforces it (`memory.limited`).
+
+    Raises:
+        MergeError: the merge needs more memory, too; nothing is written then.
     """
     _check_free(Path(out), overwrite)
-    needed, what = plan.memory()
-    if memory is not None and needed > memory:
-        raise MergeError(
-            f"{plan.operator.name} needs {needed / 1e9:.2f} GB of memory for {what}, but only "
-            f"{memory / 1e9:.2f} GB are allowed"
-        )
+    with limited(memory):
+        fitting = plan if memory is None else plan.within(memory)
+        return _write(fitting, out, key, overwrite, shard_size, progress)
+
+
+def _write(
+    plan: Plan,
+    out: Path,
+    key: Ed25519PrivateKey | None,
+    overwrite: bool,
+    shard_size: int,
+    progress: Callable[[int, int], None] | None,
+) -> MergeReport:
     rule = plan.rule()
     lines: list[TensorLine] = []
 
@@ -257,6 +269,9 @@ def _report(plan: Plan, rule: Rule, lines: Sequence[TensorLine]) -> dict[str, An
             for item in plan.inputs
         ],
         "agreement": {"hash": plan.statement.agreement, "differences": plan.disagreements()},
+        "statistics": [
+            {"kind": each.kind, "origin": each.origin, "source": each.source} for each in plan.statistics
+        ],
         "facts": dict(rule.facts),
         "tensors": [asdict(line) for line in lines],
     }
