@@ -7,6 +7,7 @@ import os
 import resource
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -126,13 +127,16 @@ def test_less_is_refused_by_the_system(models: Path) -> None:
 )
 def test_every_way_of_saying_it_is_one_message(lack: Exception) -> None:
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    with pytest.raises(MergeError, match=r"more private memory than the 500 MB that are allowed"):
-        with limited(500_000_000):
-            assert resource.getrlimit(resource.RLIMIT_DATA) != before
-            try:
-                raise lack
-            except Exception as error:
-                raise ValueError("wrapped") from error
+
+    def fail() -> None:
+        assert resource.getrlimit(resource.RLIMIT_DATA) != before
+        try:
+            raise lack
+        except Exception as error:
+            raise ValueError("wrapped") from error
+
+    with pytest.raises(MergeError, match="private memory than the 500 MB that are"), limited(500_000_000):
+        fail()
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 
@@ -167,7 +171,7 @@ def test_a_plan_takes_the_largest_chunks_that_fit(base: Path, releases: tuple[Pa
     def chunk(fitting: Plan) -> int:
         return fitting.vectors.chunk
 
-    for larger, smaller in zip(CHUNKS, CHUNKS[1:], strict=False):
+    for larger, smaller in pairwise(CHUNKS):
         assert chunk(plan.within(needs(larger))) == larger
         assert chunk(plan.within(needs(larger) - 1)) == smaller
     with pytest.raises(MergeError, match=r"ties needs \d+ MB of private memory for chunks of every model"):

@@ -7,7 +7,7 @@ private records they are a query, reserved before training and listed in the sta
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -105,18 +105,26 @@ def statistics_on(
     chosen = sample(read_corpus(corpus), TEXTS, seed=0)
     source = f"{len(chosen)} texts, {corpus.name}"
     with tempfile.TemporaryDirectory() as folder:
-        yield public_statistics(models, chosen, Path(folder), kind, source=source, base=base)
+        named = {str(number): model for number, model in enumerate(models)}
+        yield public_statistics(named, chosen, Path(folder), kind, source=source, base=base)
 
 
 def public_statistics(
-    models: Sequence[Path], texts: Sequence[str], folder: Path, kind: Kind, *, source: str, base: Path
+    models: Mapping[str, Path], texts: Sequence[str], folder: Path, kind: Kind, *, source: str, base: Path
 ) -> list[Path]:
-    """A file of statistics on public text for each model, in a folder; those that are there are kept."""
+    """A file of statistics on public text for each model, in a folder; those that are there are kept.
+
+    Args:
+        models: releases by name, which the files are told apart by; they will be merged together.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    files = [folder / f"{kind}-{number}{SUFFIX}" for number in range(len(models))]
-    for model, file in zip(models, files, strict=True):
-        if not file.exists():
-            write_public_statistics(model, texts, file, kind, source=source, base=base, beside=models)
+    files = []
+    for name, model in models.items():
+        files.append(folder / f"{kind}-{name}{SUFFIX}")
+        if not files[-1].exists():
+            write_public_statistics(
+                model, texts, files[-1], kind, source=source, base=base, beside=tuple(models.values())
+            )
     return files
 
 
