@@ -1,4 +1,4 @@
-"""Personal files from Python, as `confide personal` makes them: `confide.personal.pack(merged, model, out=…)`."""
+"""Personal files from Python, as `confide personal` makes them."""
 
 from confide.merging.personal.apply import Applied as Applied
 from confide.merging.personal.apply import apply as apply
