@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from confide import personal as personal
 from confide.errors import DataError
 from confide.finetune.checkpoint import Unfinished
 from confide.finetune.idle import keys_of, refuse_idle

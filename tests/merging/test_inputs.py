@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from confide.errors import MergeError, ModelError, ReleaseError
 from confide.merging.inputs import read_inputs
 from confide.merging.merge import merge, write
-from confide.merging.plan import plan_models
+from confide.merging.plan import Plan, plan_models
 from confide.release import format, tensors
 from confide.release.write import verify
 
@@ -235,6 +235,20 @@ def test_a_full_disk_leaves_nothing(
     with pytest.raises(ReleaseError, match=r"can't write .*merged: No space left on device \(.*00002-of"):
         merge(releases, base=base, operator="ties", out=tmp_path / "merged", shard_size=3000)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_is_too_small_is_noticed_before(
+    base: Path, releases: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = shutil.disk_usage(tmp_path)
+    written = merge(releases, base=base, operator="average", out=tmp_path / "whole")
+    assert written.merged
+    size = sum(path.stat().st_size for path in (tmp_path / "whole").rglob("*.safetensors"))
+    monkeypatch.setattr(Plan, "rule", lambda plan: pytest.fail("the models were read"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: real._replace(free=size // 2))
+    with pytest.raises(ReleaseError, match=r"the merge takes .* GB, but only .* GB are free in "):
+        merge(releases, base=base, operator="average", out=tmp_path / "deep" / "merged")
+    assert [path.name for path in tmp_path.iterdir()] == ["whole"]
 
 
 def test_memory_that_isnt_enough(base: Path, releases: tuple[Path, Path], tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from confide.merging.vectors import CHUNK, Encoder
 from confide.privacy.statement import Base, OwnersChecked, Statement
 from confide.release import agreement, format
 from confide.release.format import ReleaseInfo
-from confide.release.tensors import SHARD_SIZE, Values, write_shards, write_tensors
+from confide.release.tensors import SHARD_SIZE, STORAGE, Values, write_shards, write_tensors
 from confide.release.write import MERGE_REPORT, TOKENIZER_FILES, write_release
 
 if TYPE_CHECKING:
@@ -132,6 +132,7 @@ def write(
 
     Raises:
         MergeError: the merge needs more memory, too; nothing is written then.
+        ReleaseError: the disk has no room for it.
     """
     _check_free(Path(out), overwrite)
     with limited(memory):
@@ -147,6 +148,7 @@ def _write(
     shard_size: int,
     progress: Callable[[int, int], None] | None,
 ) -> MergeReport:
+    _check_room(Path(out), plan)
     rule = plan.rule()
     lines: list[TensorLine] = []
 
@@ -192,6 +194,23 @@ def body(
 def _check_free(out: Path, overwrite: bool) -> None:
     if out.exists() and not overwrite:
         raise ReleaseError(f"{out} exists already; choose another folder or remove it first")
+
+
+def _check_room(out: Path, plan: Plan) -> None:
+    """A disk that is too small is better known before the hours than after them."""
+    needed = sum(
+        plan.vectors.size(name) * STORAGE[plan.output(name)[0]].itemsize for name in plan.vectors.base.names
+    )
+    for item in plan.inputs:
+        for _, head in item.heads:
+            needed += sum(head.checkpoint.stored(stored).nbytes for stored in head.stored.values())
+    place = next(folder for folder in out.absolute().parents if folder.is_dir())
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        raise ReleaseError(
+            f"the merge takes {needed / 1e9:.2f} GB, but only {free / 1e9:.2f} GB are free in {place}; make "
+            "room, or write it to another disk"
+        )
 
 
 def _write_body(
