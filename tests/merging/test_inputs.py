@@ -14,7 +14,9 @@ from confide.errors import MergeError, ModelError, ReleaseError
 from confide.merging.inputs import read_inputs
 from confide.merging.merge import merge, write
 from confide.merging.plan import Plan, plan_models
+from confide.models.releases import load_release
 from confide.release import format, tensors
+from confide.release.export import export
 from confide.release.write import verify
 
 from .conftest import make_base, make_release
@@ -158,6 +160,28 @@ def test_a_head_where_asked(llamas: Path, tmp_path: Path) -> None:
     assert [head.tensors for head in report.info.heads] == [("lm_head.weight",)] * 2
     read_back = format.read(tmp_path / "merged")
     assert read_back.heads[0].labels == ()
+    with pytest.raises(ReleaseError, match=r"causal-two is no classifier; `confide export` writes its model"):
+        load_release(tmp_path / "merged", "causal-two")
+
+
+@pytest.mark.parametrize("base", ["causal", "tied"])
+def test_plain_transformers_loads_a_model_with_its_own_output_layer(
+    llamas: Path, base: str, tmp_path: Path
+) -> None:
+    """Also where the base's output layer is its embedding: a task's own one isn't tied again."""
+    from transformers import AutoModelForCausalLM
+
+    models = [llamas / "causal-one", llamas / "causal-two"]
+    plan = plan_models(models, base=llamas / base, operator="average", heads=["lm_head"])
+    write(plan, tmp_path / "merged")
+    export(tmp_path / "merged", "causal-two", tmp_path / "two")
+    model, found = AutoModelForCausalLM.from_pretrained(tmp_path / "two", output_loading_info=True)
+    assert not any(found.values())
+    own = load_file(models[1] / "model.safetensors")["lm_head.weight"]
+    np.testing.assert_array_equal(model.lm_head.weight.detach().numpy(), own)
+    body = load_file(tmp_path / "merged" / "model.safetensors")
+    for name, values in model.model.state_dict().items():
+        np.testing.assert_array_equal(values.numpy(), body[f"model.{name}"])
 
 
 def test_tied_weights_are_written_once(llamas: Path, tmp_path: Path) -> None:

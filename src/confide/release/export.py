@@ -17,6 +17,7 @@ from confide.release.tensors import SHARD_SIZE, STORAGE, Array, Checkpoint, Valu
 from confide.release.write import copy_reader, verify, write_release
 
 _PIECE = 1 << 20
+_OUTPUT = "lm_head.weight"
 _CLASSIFIERS = {
     "albert": "AlbertForSequenceClassification",
     "bert": "BertForSequenceClassification",
@@ -85,8 +86,10 @@ def _stored(checkpoint: Checkpoint, name: str) -> Values:
 def _config(folder: Path, head: format.Head) -> dict[str, Any]:
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     said = format.head_config(head)
+    if _OUTPUT in head.tensors:  # transformers would write the embeddings over a task's own output layer
+        said = {**said, "tie_word_embeddings": False}
     family = str(config.get("model_type"))
     classifier = _IMAGES.get(family) if head.problem.inputs == "image" else _CLASSIFIERS.get(family)
     if head.problem.target == "tokens" and classifier:
         classifier = classifier.replace("ForSequenceClassification", "ForTokenClassification")
-    return {**config, **said, **({"architectures": [classifier]} if classifier and said else {})}
+    return {**config, **said, **({"architectures": [classifier]} if classifier and head.labels else {})}
