@@ -86,10 +86,12 @@ def _stored(checkpoint: Checkpoint, name: str) -> Values:
 def _config(folder: Path, head: format.Head) -> dict[str, Any]:
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     said = format.head_config(head)
-    if _OUTPUT in head.tensors:  # transformers would write the embeddings over a task's own output layer
-        said = {**said, "tie_word_embeddings": False}
     family = str(config.get("model_type"))
     classifier = _IMAGES.get(family) if head.problem.inputs == "image" else _CLASSIFIERS.get(family)
     if head.problem.target == "tokens" and classifier:
         classifier = classifier.replace("ForSequenceClassification", "ForTokenClassification")
-    return {**config, **said, **({"architectures": [classifier]} if classifier and head.labels else {})}
+    if classifier and said:
+        said["architectures"] = [classifier]
+    if _OUTPUT in head.tensors:  # transformers would write the embeddings over a task's own output layer
+        said["tie_word_embeddings"] = False
+    return {**config, **said}
