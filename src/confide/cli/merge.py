@@ -88,11 +88,13 @@ def merge(
 ) -> None:
     """Merge models into one that serves every task."""
     from confide.errors import MergeError
-    from confide.merging.merge import write
+    from confide.merging.merge import check_free, write
     from confide.sizes import bytes_of
 
     if out is None and not dry_run:
         raise MergeError("name the folder to write with --out, or look first with --dry-run")
+    if out is not None:
+        check_free(out)
     shard = bytes_of(shard_size, "--shard-size")
     limit = bytes_of(memory, "--memory") if memory is not None else None
     parameters = _parameters(set_ or [])
@@ -140,7 +142,6 @@ def _plan(
     from confide.models.backbones import resolve
 
     files, text = split(statistics)
-
     if recipes.is_recipe(models):
         if parameters or heads:
             raise MergeError(f"{models[0]} is a recipe: write parameters and heads there, not as options")

@@ -102,7 +102,7 @@ def merge(
         PrivacyError: a statement is altered, claims less than its events cost, or is wrongly signed;
             statistics that no claim covers.
     """
-    _check_free(Path(out), overwrite)
+    check_free(Path(out), overwrite)
     plan = plan_models(
         [Path(model) for model in models],
         base=Path(base),
@@ -134,7 +134,7 @@ def write(
         MergeError: the merge needs more memory, too; nothing is written then.
         ReleaseError: the disk has no room for it.
     """
-    _check_free(Path(out), overwrite)
+    check_free(Path(out), overwrite)
     with limited(memory):
         fitting = plan if memory is None else plan.within(memory)
         return _write(fitting, out, key, overwrite, shard_size, progress)
@@ -191,7 +191,11 @@ def body(
     }
 
 
-def _check_free(out: Path, overwrite: bool) -> None:
+def check_free(out: Path, overwrite: bool = False) -> None:
+    """
+    Raises:
+        ReleaseError: the folder exists already.
+    """
     if out.exists() and not overwrite:
         raise ReleaseError(f"{out} exists already; choose another folder or remove it first")
 
