@@ -66,6 +66,8 @@ def test_public_and_released(
     report = json.loads((tmp_path / "by-recipe/merge-report.json").read_text())
     said = {"kind": "grams", "origin": "public", "source": "2 texts, public.txt"}
     assert report["statistics"] == [said, said]
+    card = (tmp_path / "by-recipe/README.md").read_text()
+    assert "weighs the models by public grams, of: 2 texts, public.txt." in card
     inputs = [part for model in models for part in ("--input", model)]
     again = ("verify", tmp_path / "by-recipe", "--base", tiny_base, *inputs, "--statistics", corpus)
     assert confide(*again, "--sample", 1000, "--json").json()["checks"][-1]["result"] == "ok"
