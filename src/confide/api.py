@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +23,11 @@ from confide.finetune.idle import keys_of, refuse_idle
 from confide.finetune.prepare import forward_of, placed_labels
 from confide.finetune.run import FineTuned, PublicBase, finetune, prepare
 from confide.finetune.settings import Settings as Settings
+from confide.finetune.statistics import statistics_on
 from confide.merging.merge import MergeReport
 from confide.merging.merge import merge as _merge
+from confide.merging.operators import find
+from confide.merging.statistics import split
 from confide.models.backbones import Classifier, resolve
 from confide.models.releases import load_release
 from confide.models.tail import Source
@@ -168,18 +172,24 @@ def merge(
 ) -> MergeReport:
     """Merge releases of one base into one encoder with a head for each task (`merging.merge.merge`).
 
-    `key`, from `load_key`, signs the statement.
+    `statistics` are files, or one public text on which they are computed first; `key`, from `load_key`, signs
+    the statement.
     """
-    return _merge(
-        [Path(model) for model in models],
-        base=resolve(base),
-        operator=operator,
-        out=Path(out),
-        parameters=parameters,
-        statistics=[Path(file) for file in statistics],
-        disjoint=disjoint,
-        key=key,
-    )
+    folders, public = [Path(model) for model in models], resolve(base)
+    files, text = split([Path(file) for file in statistics])
+    ready: AbstractContextManager[Sequence[Path]]
+    ready = statistics_on(text, folders, find(operator).needs, public) if text else nullcontext(files)
+    with ready as given:
+        return _merge(
+            folders,
+            base=public,
+            operator=operator,
+            out=Path(out),
+            parameters=parameters,
+            statistics=given,
+            disjoint=disjoint,
+            key=key,
+        )
 
 
 def load(folder: str | Path, task: str | None = None) -> Model:

@@ -21,15 +21,8 @@ from confide.models.adapters import Adapted
 from confide.models.tail import Source, features
 from confide.privacy.streams import Schedule, Stream
 
-_UNITS = {"MB": 10**6, "MiB": 2**20, "GB": 10**9, "GiB": 2**30}
 _FEW, _MANY = 2, 6  # rows; two points of a straight line
 _MARGIN = 1.2  # what allocators and libraries take beside the tensors that are counted
-
-
-def bytes_of(memory: str) -> int:
-    """Bytes of `8GiB`, `500MB` and the like."""
-    unit = memory.lstrip("0123456789.")
-    return int(float(memory.removesuffix(unit)) * _UNITS[unit])
 
 
 def micro_batch_tokens(

@@ -17,7 +17,7 @@ from confide.finetune import methods
 from confide.finetune.binding import Anchor, Binding
 from confide.finetune.experts import made_up_experts
 from confide.finetune.loop import train
-from confide.finetune.memory import bytes_of, micro_batch_tokens
+from confide.finetune.memory import micro_batch_tokens
 from confide.finetune.prepare import (
     caches,
     forward_of,
@@ -36,6 +36,7 @@ from confide.privacy.solve import Known
 from confide.privacy.streams import Schedule
 from confide.privacy.units import UnitMap
 from confide.release.format import Problem
+from confide.sizes import bytes_of
 from confide.tasks.text import Encoded, buckets
 
 _FEW_ROWS = 4
@@ -92,7 +93,7 @@ def measure(
     tokens = STEP_TOKENS
     if memory is not None:
         tokens = micro_batch_tokens(
-            bytes_of(memory),
+            bytes_of(memory, "memory"),
             adapted,
             schedule,
             kept=kept,

@@ -24,7 +24,7 @@ from confide.finetune.checkpoint import Begun, Unfinished
 from confide.finetune.experts import attach_experts, bind_experts, owners_for
 from confide.finetune.fingerprint import fingerprint
 from confide.finetune.loop import History, train
-from confide.finetune.memory import bytes_of, micro_batch_tokens
+from confide.finetune.memory import micro_batch_tokens
 from confide.finetune.prepare import (
     Prepared,
     Progress,
@@ -74,6 +74,7 @@ from confide.release.format import (
 from confide.release.hashes import base_hash, encoder_hash
 from confide.release.tensors import Checkpoint, write_tensors
 from confide.release.write import check_task_name, write_release
+from confide.sizes import bytes_of
 from confide.tasks.records import TaskData
 
 if TYPE_CHECKING:
@@ -453,7 +454,7 @@ def _micro_batch(
     if begun and _MICRO_BATCH in begun.fingerprint:
         return int(begun.fingerprint[_MICRO_BATCH])
     return micro_batch_tokens(
-        bytes_of(settings.memory),
+        bytes_of(settings.memory, "memory"),
         adapted,
         schedule,
         kept=prepared.cached_bytes(adapted.classifier, adapted.first_block),

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from confide import sizes
 from confide.errors import ConfigError
 from confide.finetune.expert_settings import ATTENTION, ExpertSettings
 from confide.models.adapters import Trainable
@@ -16,7 +17,6 @@ from confide.privacy.events import NOT_POISSON
 
 Method = Literal["non-private", "dp-adamw", "dp-merging", "raptor"]
 AscentChoice = Literal["none", "paired", "fresh", "lagged"]
-MEMORY = r"^\d+(\.\d+)?(MB|MiB|GB|GiB)$"
 
 
 class Settings(BaseModel):
@@ -99,7 +99,7 @@ class Settings(BaseModel):
     anchor_form: Literal["coupled", "decoupled"] = "coupled"
     weight_decay: float = Field(default=0.0, ge=0)
     publish_accuracy: float | None = Field(default=None, gt=0)
-    memory: str | None = Field(default=None, pattern=MEMORY)
+    memory: str | None = Field(default=None, pattern=sizes.PATTERN)
     max_length: int = Field(default=64, gt=2)
     release_statistics: Literal["grams", "fisher"] | None = None
     statistics_noise: float = Field(default=5.0, gt=0)

@@ -28,6 +28,11 @@ def load_release(folder: Path, task: str | None = None) -> tuple[Classifier, Hea
     verify(folder)
     info = format.read(folder)
     head = info.head(task) if task is not None else info.only_head()
+    if not head.labels and head.problem.target != "number":
+        raise ReleaseError(
+            f"{folder}: the head for {head.task} is no classifier; `confide export` writes its model, which "
+            "transformers loads"
+        )
     if info.kind == "model":
         return load_trained(folder, head.labels, head.problem), head
     classifier = load_classifier(folder, head.labels, seed=0, problem=head.problem)

@@ -117,6 +117,10 @@ def _merge(report: Mapping[str, Any]) -> str:
         f"made {len(merged)} of {len(report['tensors'])} tensors; the others are the base's.",
         *(f"- {model['tasks']} ({model['kind']})" for model in report["models"]),
     ]
+    if weighed := report.get("statistics"):
+        origins = sorted({f"{each['origin']} {each['kind']}" for each in weighed})
+        sources = ", ".join(dict.fromkeys(each["source"] for each in weighed))
+        lines.append(f"\nIt weighs the models by {' and '.join(origins)}, of: {sources}.")
     return "## What was merged\n\n" + "\n".join([lines[0], "", *lines[1:]])
 
 

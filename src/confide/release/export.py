@@ -17,6 +17,7 @@ from confide.release.tensors import SHARD_SIZE, STORAGE, Array, Checkpoint, Valu
 from confide.release.write import copy_reader, verify, write_release
 
 _PIECE = 1 << 20
+_OUTPUT = "lm_head.weight"
 _CLASSIFIERS = {
     "albert": "AlbertForSequenceClassification",
     "bert": "BertForSequenceClassification",
@@ -89,4 +90,8 @@ def _config(folder: Path, head: format.Head) -> dict[str, Any]:
     classifier = _IMAGES.get(family) if head.problem.inputs == "image" else _CLASSIFIERS.get(family)
     if head.problem.target == "tokens" and classifier:
         classifier = classifier.replace("ForSequenceClassification", "ForTokenClassification")
-    return {**config, **said, **({"architectures": [classifier]} if classifier and said else {})}
+    if classifier and said:
+        said["architectures"] = [classifier]
+    if _OUTPUT in head.tensors:  # transformers would write the embeddings over a task's own output layer
+        said["tie_word_embeddings"] = False
+    return {**config, **said}
