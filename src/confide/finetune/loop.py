@@ -313,8 +313,14 @@ class _StreamRunner:
             for part in parts:
                 local = np.unique(position[part], return_inverse=True)[1]
                 units = int(local.max()) + 1
-                losses = self._losses(rows[part])
-                norms = engine.add(losses, torch.from_numpy(local), units, clipping)
+                own, spare = rows[part], max(0, self.binding.rows - len(part))
+                if spare:  # one unit more, of copies of a row; each loss times 0
+                    own = np.append(own, np.repeat(own[:1], spare))
+                    local = np.append(local, np.repeat(units, spare))
+                losses = self._losses(own)
+                weights = torch.from_numpy(local < units).to(losses)
+                norms = engine.add(losses * weights, torch.from_numpy(local), units + (spare > 0), clipping)
+                losses, norms = losses[: len(part)], norms[:units]
                 if record is not None:
                     record.loss += float(losses.detach().nansum()) / len(rows)
                     clipped = int((norms > clipping.bound).sum())

@@ -25,6 +25,7 @@ from confide.finetune.experts import attach_experts, bind_experts, owners_for
 from confide.finetune.fingerprint import fingerprint
 from confide.finetune.loop import History, train
 from confide.finetune.memory import bytes_of, micro_batch_tokens
+from confide.finetune.precision import Shape, in_bfloat16, refuse_experts, width_of
 from confide.finetune.prepare import (
     Prepared,
     Progress,
@@ -40,6 +41,7 @@ from confide.finetune.released import Released
 from confide.finetune.selfcheck import (
     check_all_gradients,
     check_finite,
+    check_in_bfloat16,
     check_noise,
     check_rows_are_independent,
 )
@@ -55,6 +57,7 @@ from confide.models.backbones import (
     resolve,
     stored_names,
 )
+from confide.models.tail import Source
 from confide.privacy import statement as statements
 from confide.privacy.calibration import resolve_delta
 from confide.privacy.composition import new_run, training_spending, training_statement
@@ -75,6 +78,7 @@ from confide.release.hashes import base_hash, encoder_hash
 from confide.release.tensors import Checkpoint, write_tensors
 from confide.release.write import check_task_name, write_release
 from confide.tasks.records import TaskData
+from confide.tasks.text import packs
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -351,17 +355,26 @@ def finetune(
                 check_noise(stream.noise_multiplier * stream.clipping.bound)
             for query in schedule.queries:
                 check_noise(query.noise_multipliers[0])
+        batch, parts, shape = inputs.batch, micro_batches(inputs, tokens), None
+        if settings.precision == "bfloat16":
+            refuse_experts(classifier.model)
+            forward = in_bfloat16(module, forward)
+            if schedule.private:
+                shape = _shape(prepared, inputs, schedule, tokens)
+                batch, parts = shape.batch(inputs), lambda rows, position: packs(position, shape.rows)
+                check_in_bfloat16(classifier, module, forward, trained, inputs, shape)
         owner = owners_for(prepared, adapted, schedule, settings, unfinished)
         binding = Binding(
             module=module,
             forward=forward,
             parameters=trained,
-            batch=inputs.batch,
-            micro_batches=micro_batches(inputs, tokens),
+            batch=batch,
+            micro_batches=parts,
             labels=targets(prepared),
             units=units,
             anchor_gradient=Anchor(adapted).gradient,
             loss=loss_of(task.problem),
+            rows=shape.rows if shape else 0,
             experts=bind_experts(adapted.experts, owner),
         )
         history = train(
@@ -458,6 +471,15 @@ def _micro_batch(
         schedule,
         kept=prepared.cached_bytes(adapted.classifier, adapted.first_block),
         max_length=settings.max_length,
+        rows_per_unit=prepared.task.train.units.rows_per_unit,
+    )
+
+
+def _shape(prepared: Prepared, inputs: Source, schedule: Schedule, tokens: int) -> Shape:
+    return Shape.of(
+        width_of(inputs, prepared.max_length),
+        tokens=tokens,
+        expected=max(stream.denominator for stream in schedule.streams),
         rows_per_unit=prepared.task.train.units.rows_per_unit,
     )
 

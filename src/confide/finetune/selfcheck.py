@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from confide.errors import ModelError, PrivacyError
+from confide.finetune.precision import Shape
 from confide.finetune.prepare import loss_of, made_up, made_up_targets
 from confide.gradients.engine import Engine
 from confide.gradients.keys import Keys
@@ -22,6 +24,7 @@ from confide.privacy.streams import Clipping
 
 _TOLERANCE = 1e-4  # relative; rounding moves a logit by about 1e-6 when a batch's shape changes
 _GRADIENT = 1e-3  # relative; float32 gradients of a deep model agree to about 1e-5
+_GRADIENT_BFLOAT16 = 0.1  # of another shape, to about a hundredth; what is finer is seen in float32
 _SHORT, _LONG = 6, 20
 _NOISE = 20_000  # values, whose standard deviation is within 5/√(2·20000) of the true one
 
@@ -105,12 +108,14 @@ def check_gradients(
     forward: Callable[[dict[str, Tensor]], Tensor],
     parameters: Mapping[str, nn.Parameter],
     inputs: Source,
+    tolerance: float = _GRADIENT,
 ) -> None:
     """Compare the engine on two rows in one batch with autograd on each alone, unclipped and clipped.
 
     Args:
         module: what the engine watches; `forward` calls it.
         parameters: all that will be trained, by name.
+        tolerance: relative.
 
     Raises:
         ModelError: names the parameter that differs most, or what the engine refuses.
@@ -145,14 +150,77 @@ def check_gradients(
         }
         with engine:
             engine.add(loss([0, 1]), torch.arange(2), 2, Clipping("flat", bound))
-        _compare(engine.take(), expected)
+        _compare(engine.take(), expected, tolerance)
 
 
-def _compare(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+def check_in_bfloat16(
+    classifier: Classifier,
+    module: nn.Module,
+    forward: Callable[[dict[str, Tensor]], Tensor],
+    parameters: Mapping[str, nn.Parameter],
+    inputs: Source,
+    shape: Shape,
+) -> None:
+    """`check_gradients` as far as bfloat16 allows, and `check_every_place`.
+
+    Args:
+        forward: in bfloat16.
+
+    Raises:
+        ModelError: as these.
+    """
+    check_gradients(classifier, module, forward, parameters, inputs, _GRADIENT_BFLOAT16)
+    check_every_place(classifier, module, forward, parameters, inputs, shape)
+
+
+def check_every_place(
+    classifier: Classifier,
+    module: nn.Module,
+    forward: Callable[[dict[str, Tensor]], Tensor],
+    parameters: Mapping[str, nn.Parameter],
+    inputs: Source,
+    shape: Shape,
+) -> None:
+    """Put a made-up row first, in the middle and last in micro-batches of other rows.
+
+    Its loss, and the norm of its gradient, must be bitwise the same: then rounding doesn't depend on who else
+    was drawn. The kernels don't look at values, so that a few rows say what holds for all.
+
+    Raises:
+        ModelError: they aren't.
+    """
+    places = sorted({0, shape.rows // 2, shape.rows - 1})
+    rng = np.random.default_rng(1)
+    low = min(_SHORT, shape.width)
+    lengths = rng.integers(low, shape.width + 1, 1 + len(places) * shape.rows)
+    rows = _made_up(classifier, inputs, lengths)
+    engine = Engine(module, parameters)
+    found = []
+    for number, place in enumerate(places):
+        which = 1 + number * shape.rows + np.arange(shape.rows)
+        which[place] = 0
+        with engine:
+            outputs = forward(shape.batch(rows)(which))
+            targets = made_up_targets(
+                classifier.problem, outputs, torch.from_numpy(which), torch.from_numpy(rows.lengths[which])
+            )
+            losses = loss_of(classifier.problem)(outputs, targets.to(outputs.device))
+            norms = engine.add(losses, torch.arange(shape.rows), shape.rows, Clipping("flat", 1.0))
+        engine.take()
+        found.append((float(losses[place].detach()), float(norms[place])))
+    if len(set(found)) > 1:
+        raise ModelError(
+            "in bfloat16 a row's gradient depends on its place in the micro-batch on this machine (loss and "
+            f"norm {found[0]} at the first place, {found[-1]} at the last), so that a record would move the "
+            "gradients of others; train with precision float32"
+        )
+
+
+def _compare(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float) -> None:
     whole = _norm(expected)
     errors = {name: float((found[name] - value).double().norm()) for name, value in expected.items()}
     name, error = max(errors.items(), key=lambda item: item[1])
-    if error <= _GRADIENT * whole:
+    if error <= tolerance * whole:
         return
     raise ModelError(
         f"the clipped gradient of {name} is off by {error / whole:.1e} of the whole, compared with "
@@ -178,11 +246,15 @@ def check_noise(std: float) -> None:
 
 def _public_rows(classifier: Classifier, inputs: Source) -> Source:
     """Two made-up rows, a short and a long one, of the kind that training reads."""
+    return _made_up(classifier, inputs, np.array([_SHORT, _LONG]))
+
+
+def _made_up(classifier: Classifier, inputs: Source, lengths: npt.NDArray[np.int64]) -> Source:
     if isinstance(inputs, Features):
         rng = np.random.default_rng(0)
-        offsets = np.array([0, _SHORT, _SHORT + _LONG])
         if int(inputs.lengths.max(initial=1)) == 1:  # the pooler's input: one token a row
-            offsets = np.array([0, 1, 2])
+            lengths = np.ones_like(lengths)
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
         hidden = rng.standard_normal((int(offsets[-1]), inputs.hidden.shape[1]))
         return Features(torch.from_numpy(hidden).to(inputs.hidden.dtype), offsets)
-    return made_up(classifier, np.array([_SHORT, _LONG]))
+    return made_up(classifier, lengths)

@@ -179,6 +179,9 @@ class Watch:
         before: dict[int, Tensor],
     ) -> dict[str, Tensor]:
         """Row by row the first time; entry by entry from then on, where that gave the same."""
+        wide = next(iter(use.site.module.parameters())).dtype  # wider than what autocast passed around
+        tensors = tuple(_widened(tensor, wide) for tensor in tensors)
+        gradients = {place: _widened(gradient, wide) for place, gradient in gradients.items()}
         shapes = (use.site, again.names, *(tensor.shape[1:] for tensor in tensors))
         if shapes in self._entrywise:
             return again.by_entry(tensors, gradients, self.width, self._entrywise[shapes])
@@ -190,8 +193,7 @@ class Watch:
         return found
 
     def _by_rule(self, use: Use, inputs: Tensor, gradient: Tensor) -> list[Contribution]:
-        if gradient.dtype in (torch.float16, torch.bfloat16):
-            gradient = gradient.float()
+        gradient = _widened(gradient, torch.float32)
         if inputs.is_floating_point() and inputs.dtype != gradient.dtype:
             inputs = inputs.to(gradient.dtype)
         assert use.site.rule is not None
@@ -351,3 +353,8 @@ class Watch:
 def _kept(tensors: list[Tensor]) -> Any:
     token = torch.zeros((), requires_grad=True)
     return _Keep.apply(token, *tensors).grad_fn  # type: ignore[no-untyped-call]
+
+
+def _widened(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """In `dtype` if it is of half precision."""
+    return tensor.to(dtype) if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
