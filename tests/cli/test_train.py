@@ -207,6 +207,7 @@ BAD_OPTIONS: dict[str, tuple[tuple[object, ...], str]] = {
     "test size": (("--test-size", 1), "test size"),
     "unit column": (("--unit", "user"), "user"),
     "task name": (("--task", "my task"), "'my task' can't name a folder"),
+    "longer than the positions": (("--max-length", 33), "max_length is 33, but the base reads at most 32"),
     "no such base": (("--base", "/no/such/base"), "no such folder"),
     "hub base offline": (("--base", "someone/no-such-model"), "Hugging Face hub"),
     "no such file": (("--data", "missing.csv"), "missing.csv"),

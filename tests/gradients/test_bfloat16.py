@@ -54,7 +54,7 @@ class Two(nn.Module):
         return y
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.integers(0, 2**31),
     st.lists(VALUES, min_size=6, max_size=6),

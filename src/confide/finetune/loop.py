@@ -110,6 +110,13 @@ def train(
     unbound = [name for name in schedule.parameters if name not in binding.parameters]
     if unbound:
         raise ModelError(f"the schedule trains {unbound[0]}, which the model does not have")
+    known: dict[int, str] = {}
+    for name in schedule.parameters:
+        other = known.setdefault(id(binding.parameters[name]), name)
+        if other != name:
+            raise ModelError(
+                f"{name} and {other} are one tied tensor, which the schedule trains twice; name it once"
+            )
     report = _once(first_query)
     runners: dict[str, list[_StreamRunner]] = {}
     for stream in schedule.streams:

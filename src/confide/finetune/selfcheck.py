@@ -189,7 +189,8 @@ def check_every_place(
     Raises:
         ModelError: they aren't.
     """
-    places = sorted({0, shape.rows // 2, shape.rows - 1})
+    # The first pass is another one: there the engine finds out what acts entry by entry.
+    places = [0, *sorted({0, shape.rows // 2, shape.rows - 1})]
     rng = np.random.default_rng(1)
     low = min(_SHORT, shape.width)
     lengths = rng.integers(low, shape.width + 1, 1 + len(places) * shape.rows)
@@ -208,10 +209,10 @@ def check_every_place(
             norms = engine.add(losses, torch.arange(shape.rows), shape.rows, Clipping("flat", 1.0))
         engine.take()
         found.append((float(losses[place].detach()), float(norms[place])))
-    if len(set(found)) > 1:
+    if len(set(found[1:])) > 1:
         raise ModelError(
             "in bfloat16 a row's gradient depends on its place in the micro-batch on this machine (loss and "
-            f"norm {found[0]} at the first place, {found[-1]} at the last), so that a record would move the "
+            f"norm {found[1]} at the first place, {found[-1]} at the last), so that a record would move the "
             "gradients of others; train with precision float32"
         )
 

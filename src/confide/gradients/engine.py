@@ -231,9 +231,15 @@ class Engine:
 def _refuse_parameters(model: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
     names = {id(parameter): name for name, parameter in parameters.items()}
     if not names:
-        raise ModelError("nothing to train: the engine was given no parameter")
-    if len(names) != len(parameters):
-        raise ModelError("two names were given for one parameter")
+        raise ModelError(
+            "nothing to train: the engine was given no parameter; pass those to be trained by name, as from "
+            "model.named_parameters()"
+        )
+    for name, parameter in parameters.items():
+        if names[id(parameter)] != name:
+            raise ModelError(
+                f"{name!r} and {names[id(parameter)]!r} are two names of one parameter; name it once"
+            )
     held = {id(parameter) for parameter in model.parameters()}
     missing = [name for key, name in names.items() if key not in held]
     if missing:

@@ -59,6 +59,7 @@ class Use:
         waiting: number of outputs whose gradient has not arrived.
         again: how to run it again, where there is no rule.
         before: what came out, by position, where that has to be compared.
+        half: it ran under autocast.
     """
 
     site: Site
@@ -67,6 +68,7 @@ class Use:
     waiting: int
     again: Recomputation | None = None
     before: dict[int, Tensor] = field(default_factory=dict)
+    half: bool = False
     gradients: dict[int, Tensor] = field(default_factory=dict)
 
     def take(self) -> tuple[Tensor, ...]:
@@ -187,7 +189,7 @@ class Watch:
             return again.by_entry(tensors, gradients, self.width, self._entrywise[shapes])
         found, outputs = again.gradients(tensors, gradients, self.width)
         if use.site not in self._checked:
-            check_same(outputs, before, str(use.site))
+            check_same(outputs, before, str(use.site), half=use.half)
             self._checked.add(use.site)
         self._entrywise[shapes] = again.entrywise(tensors, gradients, found)
         return found
@@ -299,6 +301,7 @@ class Watch:
                 self._check_shape(site, tensor)
         again = Recomputation(site.module, tuple(names), arguments, spec, site.has_rows, site.steady)
         use = Use(site, names, _kept(tensors), len(site.outputs), again)
+        use.half = any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
         self._note(use)
         for index in site.outputs:
             value = returned[places[index]]
