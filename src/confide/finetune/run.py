@@ -343,11 +343,12 @@ def finetune(
             if unfinished:
                 unfinished.asked = True
 
+        model: Any = classifier.model
+        check_finite(classifier, lambda batch: model(**batch).logits)
         inputs = prepared.inputs(classifier, adapted.first_block, "train", progress)
         module, forward = forward_of(classifier, adapted.first_block, inputs)
         named = dict(classifier.model.named_parameters())
         trained = {name: named[name] for name in schedule.parameters}
-        check_finite(classifier, forward, inputs)
         if schedule.private:
             check_rows_are_independent(classifier, forward, inputs)
             check_all_gradients(adapted, module, forward, trained, inputs)
@@ -355,28 +356,21 @@ def finetune(
                 check_noise(stream.noise_multiplier * stream.clipping.bound)
             for query in schedule.queries:
                 check_noise(query.noise_multipliers[0])
-        batch, parts, shape = inputs.batch, micro_batches(inputs, tokens), None
-        if settings.precision == "bfloat16":
-            refuse_experts(classifier.model)
-            forward = in_bfloat16(module, forward)
-            if schedule.private:
-                shape = _shape(prepared, inputs, schedule, tokens)
-                batch, parts = shape.batch(inputs), lambda rows, position: packs(position, shape.rows)
-                check_in_bfloat16(classifier, module, forward, trained, inputs, shape)
         owner = owners_for(prepared, adapted, schedule, settings, unfinished)
         binding = Binding(
             module=module,
             forward=forward,
             parameters=trained,
-            batch=batch,
-            micro_batches=parts,
+            batch=inputs.batch,
+            micro_batches=micro_batches(inputs, tokens),
             labels=targets(prepared),
             units=units,
             anchor_gradient=Anchor(adapted).gradient,
             loss=loss_of(task.problem),
-            rows=shape.rows if shape else 0,
             experts=bind_experts(adapted.experts, owner),
         )
+        if settings.precision == "bfloat16":
+            binding = _in_bfloat16(binding, prepared, classifier, inputs, schedule, tokens)
         history = train(
             binding,
             schedule,
@@ -475,12 +469,32 @@ def _micro_batch(
     )
 
 
-def _shape(prepared: Prepared, inputs: Source, schedule: Schedule, tokens: int) -> Shape:
-    return Shape.of(
+def _in_bfloat16(
+    binding: Binding,
+    prepared: Prepared,
+    classifier: Classifier,
+    inputs: Source,
+    schedule: Schedule,
+    tokens: int,
+) -> Binding:
+    """The same under autocast; with noise in micro-batches of one shape, and checked."""
+    refuse_experts(classifier.model)
+    forward = in_bfloat16(binding.module, binding.forward)
+    if not schedule.private:
+        return dataclasses.replace(binding, forward=forward)
+    shape = Shape.of(
         width_of(inputs, prepared.max_length),
         tokens=tokens,
         expected=max(stream.denominator for stream in schedule.streams),
-        rows_per_unit=prepared.task.train.units.rows_per_unit,
+        rows_per_unit=binding.units.rows_per_unit,
+    )
+    check_in_bfloat16(classifier, binding.module, forward, binding.parameters, inputs, shape)
+    return dataclasses.replace(
+        binding,
+        forward=forward,
+        batch=shape.batch(inputs),
+        micro_batches=lambda rows, position: packs(position, shape.rows),
+        rows=shape.rows,
     )
 
 

@@ -59,15 +59,16 @@ def check_rows_are_independent(
             )
 
 
-def check_finite(
-    classifier: Classifier, forward: Callable[[dict[str, Tensor]], Tensor], inputs: Source
-) -> None:
+def check_finite(classifier: Classifier, forward: Callable[[dict[str, Tensor]], Tensor]) -> None:
     """Run two made-up rows: a base whose loss is NaN from the start never learns, and each step is charged.
+
+    Args:
+        forward: through the whole model: frozen blocks, whose outputs may be cached, can be broken too.
 
     Raises:
         ModelError: an output isn't finite.
     """
-    rows = _public_rows(classifier, inputs)
+    rows = made_up(classifier, np.array([_SHORT, _LONG]))
     with torch.no_grad():
         if not bool(forward(rows.batch(np.arange(len(rows)))).isfinite().all()):
             raise ModelError(
