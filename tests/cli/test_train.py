@@ -486,11 +486,12 @@ def test_options_that_would_do_nothing(train: Train, reviews: Path, tmp_path: Pa
 
 
 def test_every_rule_from_the_command_line(train: Train, reviews: Path, tmp_path: Path) -> None:
-    """Adaptive clipping, bias correction, a warmup and a published accuracy, in one claim."""
+    """Adaptive clipping, bias correction, a warmup, bfloat16 and a published accuracy, in one claim."""
     answer = train(
         reviews,
         *("--clipping", "adaptive", "--count-noise", 20, "--bias-correction", 1e-4, "--decay", "cosine"),
         *("--steps", 3, "--warmup", 1, "--publish-accuracy", 4, "--memory", "64GiB", "--json"),
+        *("--precision", "bfloat16"),
     )
     found = answer.json()
     statement = verify(tmp_path / "run" / "release")

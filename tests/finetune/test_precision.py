@@ -17,10 +17,10 @@ from torch import Tensor
 from confide.errors import ConfigError, ModelError
 from confide.finetune import run
 from confide.finetune.loop import History, train
-from confide.finetune.precision import Shape, in_bfloat16, refuse_experts
+from confide.finetune.precision import Shape, check_every_place, halved, refuse_experts
 from confide.finetune.prepare import forward_of
 from confide.finetune.run import FineTuned, PublicBase, finetune, prepare
-from confide.finetune.selfcheck import check_every_place, check_in_bfloat16
+from confide.finetune.selfcheck import check_gradients
 from confide.finetune.settings import Settings
 from confide.gradients.keys import Keys
 from confide.models.adapters import Trainable, adapt
@@ -146,9 +146,10 @@ def test_a_row_that_depends_on_its_place_is_refused(tiny: Classifier) -> None:
     adapt(tiny, Trainable(kind="all"), seed=0)
     inputs = encode(tiny.tokenizer, ["fine film", "a very dull plot"], 20)
     module, forward = forward_of(tiny, 0, inputs)
-    half, parameters = in_bfloat16(module, forward), dict(tiny.model.named_parameters())
+    half, parameters = halved(module, forward), dict(tiny.model.named_parameters())
     shape = Shape(5, 20)
-    check_in_bfloat16(tiny, module, half, parameters, inputs, shape)
+    check_gradients(tiny, module, half, parameters, inputs, 0.1)
+    check_every_place(tiny, module, half, parameters, inputs, shape)
 
     def placed(batch: dict[str, Tensor]) -> Tensor:
         outputs = half(batch)

@@ -5,14 +5,14 @@ record's gradient by about a millionth. In bfloat16 it would be about a hundredt
 joins a draw would move the clipped gradients of all others a little, beyond what clipping bounds. So each
 micro-batch has the same rows and the same width, whatever was drawn, and what a row computes is then bitwise
 the same wherever it stands and whoever stands beside it. That is asked of the real model before training
-(`selfcheck.check_every_place`).
+(`check_every_place`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -21,10 +21,17 @@ import torch
 from torch import Tensor, nn
 
 from confide.errors import ModelError
+from confide.finetune.binding import Batch, Binding
+from confide.finetune.prepare import loss_of, made_up_targets
+from confide.finetune.selfcheck import check_gradients, rows_like
+from confide.gradients.engine import Engine
+from confide.models.backbones import Classifier
 from confide.models.tail import Features, Source
-from confide.tasks.text import Encoded
+from confide.privacy.streams import Clipping, Schedule
+from confide.tasks.text import Encoded, packs
 
-Batch = dict[str, Tensor]
+_GRADIENT = 0.1  # relative; shapes differ, which moves a gradient by a hundredth; float32 shows what is finer
+_SHORTEST = 6  # tokens
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,49 @@ def width_of(inputs: Source, max_length: int) -> int:
     return max_length
 
 
-def in_bfloat16(module: nn.Module, forward: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
+def in_bfloat16(
+    binding: Binding,
+    classifier: Classifier,
+    inputs: Source,
+    schedule: Schedule,
+    *,
+    tokens: int,
+    max_length: int,
+) -> Binding:
+    """The same under autocast; with noise in micro-batches of one shape, once the model was asked about it.
+
+    Args:
+        inputs: what the binding reads.
+        tokens: of a micro-batch.
+        max_length: tokens of the longest record that there may be, public.
+
+    Raises:
+        ModelError: the model has experts, or gives a row something else at another place; or the engine's
+            gradients are far from autograd's.
+    """
+    refuse_experts(classifier.model)
+    module, parameters = binding.module, binding.parameters
+    forward = halved(module, binding.forward)
+    if not schedule.private:
+        return replace(binding, forward=forward)
+    shape = Shape.of(
+        width_of(inputs, max_length),
+        tokens=tokens,
+        expected=max(stream.denominator for stream in schedule.streams),
+        rows_per_unit=binding.units.rows_per_unit,
+    )
+    check_gradients(classifier, module, forward, parameters, inputs, _GRADIENT)
+    check_every_place(classifier, module, forward, parameters, inputs, shape)
+    return replace(
+        binding,
+        forward=forward,
+        batch=shape.batch(inputs),
+        micro_batches=lambda rows, position: packs(position, shape.rows),
+        rows=shape.rows,
+    )
+
+
+def halved(module: nn.Module, forward: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
     """`forward` under autocast; what it returns is float32, and so are losses."""
     device = next(module.parameters()).device.type
 
@@ -76,6 +125,50 @@ def in_bfloat16(module: nn.Module, forward: Callable[[Batch], Tensor]) -> Callab
         return outputs.float()
 
     return call
+
+
+def check_every_place(
+    classifier: Classifier,
+    module: nn.Module,
+    forward: Callable[[dict[str, Tensor]], Tensor],
+    parameters: Mapping[str, nn.Parameter],
+    inputs: Source,
+    shape: Shape,
+) -> None:
+    """Put a made-up row first, in the middle and last in micro-batches of other rows.
+
+    Its loss, and the norm of its gradient, must be bitwise the same: then rounding doesn't depend on who else
+    was drawn. The kernels don't look at values, so that a few rows say what holds for all.
+
+    Raises:
+        ModelError: they aren't.
+    """
+    # The first pass is another one: there the engine finds out what acts entry by entry.
+    places = [0, *sorted({0, shape.rows // 2, shape.rows - 1})]
+    rng = np.random.default_rng(1)
+    low = min(_SHORTEST, shape.width)
+    lengths = rng.integers(low, shape.width + 1, 1 + len(places) * shape.rows)
+    rows = rows_like(classifier, inputs, lengths)
+    engine = Engine(module, parameters)
+    found = []
+    for number, place in enumerate(places):
+        which = 1 + number * shape.rows + np.arange(shape.rows)
+        which[place] = 0
+        with engine:
+            outputs = forward(shape.batch(rows)(which))
+            targets = made_up_targets(
+                classifier.problem, outputs, torch.from_numpy(which), torch.from_numpy(rows.lengths[which])
+            )
+            losses = loss_of(classifier.problem)(outputs, targets.to(outputs.device))
+            norms = engine.add(losses, torch.arange(shape.rows), shape.rows, Clipping("flat", 1.0))
+        engine.take()
+        found.append((float(losses[place].detach()), float(norms[place])))
+    if len(set(found[1:])) > 1:
+        raise ModelError(
+            "in bfloat16 a row's gradient depends on its place in the micro-batch on this machine (loss and "
+            f"norm {found[1]} at the first place, {found[-1]} at the last), so that a record would move the "
+            "gradients of others; train with precision float32"
+        )
 
 
 def refuse_experts(model: nn.Module) -> None:

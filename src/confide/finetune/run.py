@@ -25,7 +25,7 @@ from confide.finetune.experts import attach_experts, bind_experts, owners_for
 from confide.finetune.fingerprint import fingerprint
 from confide.finetune.loop import History, train
 from confide.finetune.memory import bytes_of, micro_batch_tokens
-from confide.finetune.precision import Shape, in_bfloat16, refuse_experts, width_of
+from confide.finetune.precision import in_bfloat16
 from confide.finetune.prepare import (
     Prepared,
     Progress,
@@ -41,7 +41,6 @@ from confide.finetune.released import Released
 from confide.finetune.selfcheck import (
     check_all_gradients,
     check_finite,
-    check_in_bfloat16,
     check_noise,
     check_rows_are_independent,
 )
@@ -57,7 +56,6 @@ from confide.models.backbones import (
     resolve,
     stored_names,
 )
-from confide.models.tail import Source
 from confide.privacy import statement as statements
 from confide.privacy.calibration import resolve_delta
 from confide.privacy.composition import new_run, training_spending, training_statement
@@ -78,7 +76,6 @@ from confide.release.hashes import base_hash, encoder_hash
 from confide.release.tensors import Checkpoint, write_tensors
 from confide.release.write import check_task_name, write_release
 from confide.tasks.records import TaskData
-from confide.tasks.text import packs
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -370,7 +367,9 @@ def finetune(
             experts=bind_experts(adapted.experts, owner),
         )
         if settings.precision == "bfloat16":
-            binding = _in_bfloat16(binding, prepared, classifier, inputs, schedule, tokens)
+            binding = in_bfloat16(
+                binding, classifier, inputs, schedule, tokens=tokens, max_length=prepared.max_length
+            )
         history = train(
             binding,
             schedule,
@@ -466,35 +465,6 @@ def _micro_batch(
         kept=prepared.cached_bytes(adapted.classifier, adapted.first_block),
         max_length=settings.max_length,
         rows_per_unit=prepared.task.train.units.rows_per_unit,
-    )
-
-
-def _in_bfloat16(
-    binding: Binding,
-    prepared: Prepared,
-    classifier: Classifier,
-    inputs: Source,
-    schedule: Schedule,
-    tokens: int,
-) -> Binding:
-    """The same under autocast; with noise in micro-batches of one shape, and checked."""
-    refuse_experts(classifier.model)
-    forward = in_bfloat16(binding.module, binding.forward)
-    if not schedule.private:
-        return dataclasses.replace(binding, forward=forward)
-    shape = Shape.of(
-        width_of(inputs, prepared.max_length),
-        tokens=tokens,
-        expected=max(stream.denominator for stream in schedule.streams),
-        rows_per_unit=binding.units.rows_per_unit,
-    )
-    check_in_bfloat16(classifier, binding.module, forward, binding.parameters, inputs, shape)
-    return dataclasses.replace(
-        binding,
-        forward=forward,
-        batch=shape.batch(inputs),
-        micro_batches=lambda rows, position: packs(position, shape.rows),
-        rows=shape.rows,
     )
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from confide.errors import ModelError, PrivacyError
-from confide.finetune.precision import Shape
 from confide.finetune.prepare import loss_of, made_up, made_up_targets
 from confide.gradients.engine import Engine
 from confide.gradients.keys import Keys
@@ -24,7 +23,6 @@ from confide.privacy.streams import Clipping
 
 _TOLERANCE = 1e-4  # relative; rounding moves a logit by about 1e-6 when a batch's shape changes
 _GRADIENT = 1e-3  # relative; float32 gradients of a deep model agree to about 1e-5
-_GRADIENT_BFLOAT16 = 0.1  # of another shape, to about a hundredth; what is finer is seen in float32
 _SHORT, _LONG = 6, 20
 _NOISE = 20_000  # values, whose standard deviation is within 5/√(2·20000) of the true one
 
@@ -154,70 +152,6 @@ def check_gradients(
         _compare(engine.take(), expected, tolerance)
 
 
-def check_in_bfloat16(
-    classifier: Classifier,
-    module: nn.Module,
-    forward: Callable[[dict[str, Tensor]], Tensor],
-    parameters: Mapping[str, nn.Parameter],
-    inputs: Source,
-    shape: Shape,
-) -> None:
-    """`check_gradients` as far as bfloat16 allows, and `check_every_place`.
-
-    Args:
-        forward: in bfloat16.
-
-    Raises:
-        ModelError: as these.
-    """
-    check_gradients(classifier, module, forward, parameters, inputs, _GRADIENT_BFLOAT16)
-    check_every_place(classifier, module, forward, parameters, inputs, shape)
-
-
-def check_every_place(
-    classifier: Classifier,
-    module: nn.Module,
-    forward: Callable[[dict[str, Tensor]], Tensor],
-    parameters: Mapping[str, nn.Parameter],
-    inputs: Source,
-    shape: Shape,
-) -> None:
-    """Put a made-up row first, in the middle and last in micro-batches of other rows.
-
-    Its loss, and the norm of its gradient, must be bitwise the same: then rounding doesn't depend on who else
-    was drawn. The kernels don't look at values, so that a few rows say what holds for all.
-
-    Raises:
-        ModelError: they aren't.
-    """
-    # The first pass is another one: there the engine finds out what acts entry by entry.
-    places = [0, *sorted({0, shape.rows // 2, shape.rows - 1})]
-    rng = np.random.default_rng(1)
-    low = min(_SHORT, shape.width)
-    lengths = rng.integers(low, shape.width + 1, 1 + len(places) * shape.rows)
-    rows = _made_up(classifier, inputs, lengths)
-    engine = Engine(module, parameters)
-    found = []
-    for number, place in enumerate(places):
-        which = 1 + number * shape.rows + np.arange(shape.rows)
-        which[place] = 0
-        with engine:
-            outputs = forward(shape.batch(rows)(which))
-            targets = made_up_targets(
-                classifier.problem, outputs, torch.from_numpy(which), torch.from_numpy(rows.lengths[which])
-            )
-            losses = loss_of(classifier.problem)(outputs, targets.to(outputs.device))
-            norms = engine.add(losses, torch.arange(shape.rows), shape.rows, Clipping("flat", 1.0))
-        engine.take()
-        found.append((float(losses[place].detach()), float(norms[place])))
-    if len(set(found[1:])) > 1:
-        raise ModelError(
-            "in bfloat16 a row's gradient depends on its place in the micro-batch on this machine (loss and "
-            f"norm {found[1]} at the first place, {found[-1]} at the last), so that a record would move the "
-            "gradients of others; train with precision float32"
-        )
-
-
 def _compare(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float) -> None:
     whole = _norm(expected)
     errors = {name: float((found[name] - value).double().norm()) for name, value in expected.items()}
@@ -248,10 +182,11 @@ def check_noise(std: float) -> None:
 
 def _public_rows(classifier: Classifier, inputs: Source) -> Source:
     """Two made-up rows, a short and a long one, of the kind that training reads."""
-    return _made_up(classifier, inputs, np.array([_SHORT, _LONG]))
+    return rows_like(classifier, inputs, np.array([_SHORT, _LONG]))
 
 
-def _made_up(classifier: Classifier, inputs: Source, lengths: npt.NDArray[np.int64]) -> Source:
+def rows_like(classifier: Classifier, inputs: Source, lengths: npt.NDArray[np.int64]) -> Source:
+    """Made-up rows of these lengths, of the kind of `inputs`: tokens, features or images."""
     if isinstance(inputs, Features):
         rng = np.random.default_rng(0)
         if int(inputs.lengths.max(initial=1)) == 1:  # the pooler's input: one token a row
