@@ -165,6 +165,9 @@ def train(
     memory: Annotated[
         str | None, typer.Option(help="About how much the process may take, such as 8GiB.")
     ] = None,
+    precision: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="Of the forward and the backward pass.")
+    ] = "float32",
     max_length: Annotated[int, typer.Option(help="Tokens of a text; longer ones are cut.")] = 64,
     release_statistics: Annotated[
         Literal["grams", "fisher"] | None,

@@ -33,6 +33,8 @@ class Binding:
         units: which rows belong to which unit.
         anchor_gradient: names → gradient of ‖w − w₀‖² at the current weights, by name.
         loss: (outputs, labels) of some rows → (rows,) losses, each of its own row alone.
+        rows: of every micro-batch: what is missing is filled up with rows that add nothing. 0 for as many as
+            there are.
         experts: those among the parameters, with the records' owners; None for a dense model.
     """
 
@@ -45,6 +47,7 @@ class Binding:
     units: UnitMap
     anchor_gradient: Callable[[tuple[str, ...]], dict[str, Tensor]]
     loss: Callable[[Tensor, Tensor], Tensor] = losses.classification
+    rows: int = 0
     experts: BoundExperts | None = None
 
 

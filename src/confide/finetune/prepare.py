@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from confide.gradients import losses
 from confide.models.backbones import Classifier
@@ -184,7 +185,12 @@ def loss_of(problem: Problem) -> Callable[[Tensor, Tensor], Tensor]:
             return losses.regression
         case "tokens":
             # Targets are as wide as the longest record of all; padding is on the right.
-            return lambda outputs, labels: losses.tokens(outputs, labels[:, : outputs.shape[1]])
+            return lambda outputs, labels: losses.tokens(outputs, _as_wide(labels, outputs.shape[1]))
+
+
+def _as_wide(labels: Tensor, width: int) -> Tensor:
+    missing = max(0, width - labels.shape[1])
+    return functional.pad(labels[:, :width], (0, missing), value=losses.IGNORED)
 
 
 def made_up(classifier: Classifier, lengths: npt.NDArray[np.int64]) -> Source:

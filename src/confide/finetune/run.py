@@ -25,6 +25,7 @@ from confide.finetune.experts import attach_experts, bind_experts, owners_for
 from confide.finetune.fingerprint import fingerprint
 from confide.finetune.loop import History, train
 from confide.finetune.memory import micro_batch_tokens
+from confide.finetune.precision import in_bfloat16
 from confide.finetune.prepare import (
     Prepared,
     Progress,
@@ -340,11 +341,12 @@ def finetune(
             if unfinished:
                 unfinished.asked = True
 
+        model: Any = classifier.model
+        check_finite(classifier, lambda batch: model(**batch).logits)
         inputs = prepared.inputs(classifier, adapted.first_block, "train", progress)
         module, forward = forward_of(classifier, adapted.first_block, inputs)
         named = dict(classifier.model.named_parameters())
         trained = {name: named[name] for name in schedule.parameters}
-        check_finite(classifier, forward, inputs)
         if schedule.private:
             check_rows_are_independent(classifier, forward, inputs)
             check_all_gradients(adapted, module, forward, trained, inputs)
@@ -365,6 +367,10 @@ def finetune(
             loss=loss_of(task.problem),
             experts=bind_experts(adapted.experts, owner),
         )
+        if settings.precision == "bfloat16":
+            binding = in_bfloat16(
+                binding, classifier, inputs, schedule, tokens=tokens, max_length=prepared.max_length
+            )
         history = train(
             binding,
             schedule,

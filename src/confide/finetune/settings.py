@@ -62,6 +62,8 @@ class Settings(BaseModel):
             charged with the training and stands in the release. None publishes nothing.
         memory: about how much the process may take, such as `8GiB`: micro-batches are made to fit. None
             keeps them at a size that is fast on processors. Changes the result by rounding only.
+        precision: of the forward and the backward pass. `bfloat16` runs them under autocast, on micro-batches
+            of one fixed shape (`finetune.precision`); weights, norms, sums and noise stay what they are.
         max_length: tokens of a text; longer ones are cut.
         release_statistics: `grams` (for RegMean) or `fisher` of the training records, released beside the
             weights as one more charged query; None for none.
@@ -100,6 +102,7 @@ class Settings(BaseModel):
     weight_decay: float = Field(default=0.0, ge=0)
     publish_accuracy: float | None = Field(default=None, gt=0)
     memory: str | None = Field(default=None, pattern=sizes.PATTERN)
+    precision: Literal["float32", "bfloat16"] = "float32"
     max_length: int = Field(default=64, gt=2)
     release_statistics: Literal["grams", "fisher"] | None = None
     statistics_noise: float = Field(default=5.0, gt=0)
@@ -163,6 +166,8 @@ class Settings(BaseModel):
             raise ValueError(f"method {self.method} needs an epsilon")
         if self.method != "raptor" and self.experts != ExpertSettings():
             raise ValueError(f"settings of experts belong to method raptor, and not to {self.method}")
+        if self.method == "raptor" and self.precision != "float32":
+            raise ValueError("raptor trains in float32: bfloat16's rounding flips routing choices")
         if self.bias_correction and self.optimizer != "adamw":
             raise ValueError(
                 f"bias_correction is for adamw; {self.optimizer} has no second moment to correct"

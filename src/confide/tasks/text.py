@@ -48,8 +48,11 @@ class Encoded:
         """(rows,) tokens of each row, special tokens included."""
         return np.diff(self.offsets)
 
-    def batch(self, rows: Rows) -> dict[str, torch.Tensor]:
+    def batch(self, rows: Rows, width: int = 0) -> dict[str, torch.Tensor]:
         """Model inputs for the given rows.
+
+        Args:
+            width: pad to at least so many tokens.
 
         Returns:
             `input_ids`, `attention_mask` and, for pairs, `token_type_ids`: each (len(rows), longest of these
@@ -57,7 +60,7 @@ class Encoded:
         """
         rows = np.asarray(rows, dtype=np.int64)
         lengths = self.lengths[rows]
-        column = np.arange(lengths.max(initial=0))
+        column = np.arange(lengths.max(initial=width))
         inside = column < lengths[:, None]
         position = (self.offsets[rows][:, None] + column)[inside]
         ids = np.full(inside.shape, self.pad, dtype=np.int64)
@@ -240,3 +243,20 @@ def buckets(lengths: Rows, position: Rows, budget: int) -> list[Rows]:
         rows += int(sizes[unit])
     batches.append(np.concatenate(batch))
     return batches
+
+
+def packs(position: Rows, size: int) -> list[Rows]:
+    """Split drawn rows into micro-batches of at most `size` rows, in order, without splitting a unit.
+
+    Args:
+        position: as in `buckets`.
+        size: no unit has more rows.
+    """
+    packed: list[Rows] = []
+    starts = np.append(np.flatnonzero(np.diff(position, prepend=-1)), len(position))
+    first = 0
+    for end, following in zip(starts[1:], [*starts[2:], None], strict=True):
+        if following is None or following - first > size:
+            packed.append(np.arange(first, end, dtype=np.int64))
+            first = int(end)
+    return packed
