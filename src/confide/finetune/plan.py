@@ -194,5 +194,5 @@ def _zeros(problem: Problem, rows: int, length: int) -> torch.Tensor:
             return torch.zeros(rows, dtype=torch.int64)
         case "number":
             return torch.zeros(rows, 1)
-        case "tokens":
+        case "tokens" | "text":
             return torch.zeros(rows, length, dtype=torch.int64)

@@ -31,7 +31,7 @@ from confide.finetune.prepare import (
     forward_of,
     loss_of,
     micro_batches,
-    score_test,
+    scores_on_test,
     silent,
     targets,
 )
@@ -55,6 +55,7 @@ from confide.models.backbones import (
     resolve,
     stored_names,
 )
+from confide.models.language import save_generation
 from confide.privacy import statement as statements
 from confide.privacy.calibration import resolve_delta
 from confide.privacy.composition import new_run, training_spending, training_statement
@@ -68,6 +69,7 @@ from confide.release.format import (
     TEXT_CLASSES,
     WEIGHTS,
     Head,
+    Metric,
     ReleaseInfo,
     preprocessor,
 )
@@ -137,7 +139,11 @@ class FineTuned:
 
     def score(self) -> float:
         """Score on the test records. Not noised: for reports, never for a release."""
-        return score_test(self.prepared, self.adapted.classifier, self.adapted.first_block)
+        return self.scores()[self.prepared.task.metric]
+
+    def scores(self) -> dict[Metric, float]:
+        """The score, and of a language model those by its other metrics."""
+        return scores_on_test(self.prepared, self.adapted.classifier, self.adapted.first_block)
 
     def release(
         self, out: Path, *, key: Ed25519PrivateKey | None = None, overwrite: bool = False
@@ -175,12 +181,12 @@ class FineTuned:
         task = self.prepared.task
         head = Head(
             task=task.name,
-            problem=task.problem,
+            problem=self.adapted.classifier.problem,
             labels=task.labels,
             labels_from=task.labels_from,
             metric=task.metric,
             max_length=self.prepared.max_length,
-            tensors=self.adapted.head,
+            tensors=self.adapted.classifier.head,
         )
         return ReleaseInfo(kind="model", encoder_prefix=self.adapted.classifier.prefix, heads=(head,))
 
@@ -191,6 +197,7 @@ class FineTuned:
         write_tensors(folder / WEIGHTS, {name: tensor.numpy() for name, tensor in stored.items()})
         classifier.model.config.architectures = [type(classifier.model).__name__]  # type: ignore[union-attr]
         classifier.model.config.save_pretrained(folder)  # type: ignore[union-attr,operator]
+        save_generation(classifier.model, folder)
         if classifier.tokenizer is None:
             size, colours = classifier.problem.image_size, classifier.colours
             assert size is not None
@@ -248,6 +255,8 @@ def plan(
     Nothing is drawn and no record is looked at; only n is, where it isn't declared.
     """
     check_task_name(task.name)
+    if settings.publish_accuracy is not None and task.problem.target not in ("class", "number"):
+        raise ConfigError("publish_accuracy counts rows with one label each, not labels of words nor tokens")
     if settings.publish_accuracy is not None and task.metric != "accuracy":
         raise ConfigError(
             f"publish_accuracy counts test units that are labelled rightly, but the metric is {task.metric}; "
@@ -255,8 +264,6 @@ def plan(
         )
     if settings.release_statistics is not None and task.problem != TEXT_CLASSES:
         raise ConfigError("release_statistics is for texts with one label each")
-    if settings.publish_accuracy is not None and task.problem.target != "class":
-        raise ConfigError("publish_accuracy counts rows with one label each, not labels of words")
     adapted = adapted_for(task, classifier, settings)
     units = task.train.units
     count = public_units(task, settings)
@@ -361,7 +368,7 @@ def finetune(
             labels=targets(prepared),
             units=units,
             anchor_gradient=Anchor(adapted).gradient,
-            loss=loss_of(task.problem),
+            loss=loss_of(classifier.problem),
             experts=bind_experts(adapted.experts, owner),
         )
         history = train(

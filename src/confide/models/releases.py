@@ -33,13 +33,14 @@ def load_release(folder: Path, task: str | None = None) -> tuple[Classifier, Hea
     classifier = load_classifier(folder, head.labels, seed=0, problem=head.problem)
     tensors = load_file(folder / "heads" / head.task / WEIGHTS)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    state = classifier.model.state_dict()
     for name in classifier.head:
-        wanted = tuple(classifier.model.get_parameter(name).shape)
+        wanted = tuple(state[name].shape)
         if shapes.get(name) != wanted:
             raise ReleaseError(
                 f"{folder}: the head of {head.task} needs {name} of shape {list(wanted)}, "
                 f"but holds {shapes.get(name)}"
             )
         with torch.no_grad():
-            classifier.model.get_parameter(name).copy_(tensors[name])
+            state[name].copy_(tensors[name])
     return classifier, head

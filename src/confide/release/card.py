@@ -76,7 +76,16 @@ def _pipeline(info: ReleaseInfo) -> str:
     problem = info.only_head().problem
     if problem.inputs == "image":
         return "image-classification"
+    if problem.objective is not None:
+        return _PIPELINES[problem.objective]
     return "token-classification" if problem.target == "tokens" else "text-classification"
+
+
+_PIPELINES: Mapping[str, str] = {
+    "causal": "text-generation",
+    "seq2seq": "text2text-generation",
+    "masked": "fill-mask",
+}
 
 
 def _yaml(value: Any) -> str:
@@ -100,6 +109,8 @@ def _what(info: ReleaseInfo, statement: Statement) -> str:
 
 
 def _reads(head: Head) -> str:
+    if head.problem.target == "text":
+        return "texts, and writes answers" if head.problem.inputs == "pair" else "texts, as a language model"
     match head.problem.inputs:
         case "image":
             return f"images, resized to {head.problem.image_size} × {head.problem.image_size} pixels"
@@ -124,6 +135,8 @@ def _labels(head: Head) -> str:
     if head.problem.label_range:
         low, high = head.problem.label_range
         return f"- **{head.task}**: a number; labels were declared to lie between {low:g} and {high:g}"
+    if head.problem.target == "text":
+        return f"- **{head.task}**: {_reads(head)}; up to {head.max_length} tokens"
     if not head.labels:
         return f"- **{head.task}**: no classes"
     names = ", ".join(f"`{label}`" for label in head.labels)
