@@ -69,15 +69,15 @@ class Model:
         """
         if self.head.problem.target == "text":
             raise ConfigError(
-                f"load the release with {self.head.problem.loader} for its logits; score and predict need none"
+                f"for a language model's logits load it with {self.head.problem.loader}; score needs none"
             )
         return self._outputs(self._source(inputs))
 
     def predict(self, inputs: Inputs) -> list[dict[str, Any]]:
-        """For each record its `label` and the `probability` of it; its `number`; of words, `labels`; or `text`.
+        """For each record its `label` and `probability`; or its `number`; of words, `labels`; or a `text`.
 
-        `text` is what a language model writes after a text, or in answer to it: the likeliest token each time.
-        The `labels` are one for each word, None for those beyond the longest text that the model reads.
+        The `text` is what a language model writes after one, or in answer: the likeliest token each time. The
+        `labels` are one for each word, None for those beyond the longest text that the model reads.
         """
         if isinstance(inputs, str):
             raise DataError("predict takes a list of texts; put a single one into a list")

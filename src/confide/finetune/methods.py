@@ -7,6 +7,7 @@ import dataclasses
 from confide.errors import ConfigError
 from confide.finetune import raptor, released
 from confide.finetune.clipping import clipping_of
+from confide.finetune.idle import refuse_idle_head
 from confide.finetune.settings import Settings
 from confide.models.adapters import Adapted
 from confide.privacy.calibration import calibrate
@@ -50,6 +51,8 @@ def schedule(settings: Settings, adapted: Adapted, units: int, unit: str = "reco
         anchor = 0.0  # a head has no base to be pulled to
     if anchor and settings.weight_decay:
         raise ConfigError("weight_decay pulls to 0 and an anchor to the base; set one of them to 0")
+    if not adapted.head:
+        refuse_idle_head(settings)
     every = (
         ParameterGroup("encoder", adapted.encoder, settings.learning_rate, anchored=True),
         ParameterGroup("head", adapted.head, settings.head_learning_rate, anchored=False),

@@ -81,9 +81,9 @@ def measure(
     """
     classifier = adapted.classifier
     config: Any = classifier.model.config
-    max_length = int(made_up(classifier, np.array([max_length])).lengths[0])
+    width = int(made_up(classifier, np.array([max_length])).lengths[0])
     all_rows = units * rows_per_unit
-    shape = Encoded(np.empty(0, np.int32), np.arange(all_rows + 1, dtype=np.int64) * max_length, 0)
+    shape = Encoded(np.empty(0, np.int32), np.arange(all_rows + 1, dtype=np.int64) * width, 0)
     problem = classifier.problem
     cached = bool(adapted.first_block) and caches(classifier, adapted.first_block, shape)
     drawn = max(stream.sampling_rate for stream in schedule.streams) * all_rows
@@ -99,7 +99,7 @@ def measure(
             max_length=max_length,
             rows_per_unit=rows_per_unit,
         )
-    many = max(2 * _FEW_ROWS, min(tokens // max_length, int(drawn)))
+    many = max(2 * _FEW_ROWS, min(tokens // width, int(drawn)))
     rows = made_up(classifier, np.full(many, max_length))
     inputs: Any = rows
     frozen = 0.0

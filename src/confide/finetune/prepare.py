@@ -212,7 +212,7 @@ def made_up(classifier: Classifier, lengths: npt.NDArray[np.int64]) -> Source:
     """Random rows of the kind that the classifier reads, for checks and timing; no record is looked at.
 
     Args:
-        lengths: tokens of each row; an image has as many as it has.
+        lengths: tokens of each row, and as many to write beside an encoder; an image has as many as it has.
     """
     rng = np.random.default_rng(0)
     problem, config = classifier.problem, classifier.model.config
@@ -225,13 +225,8 @@ def made_up(classifier: Classifier, lengths: npt.NDArray[np.int64]) -> Source:
     tokens = rng.integers(0, vocabulary, int(offsets[-1]), dtype=np.int32)
     tokens[tokens == pad] = (pad + 1) % vocabulary
     if problem.objective == "seq2seq":
-        asked = lengths // 2  # of each row's tokens these are the answer
-        begins = np.repeat(offsets[:-1] + lengths - asked, lengths)
-        written = np.arange(len(tokens)) >= begins
-        read, said = (np.concatenate([[0], np.cumsum(part)]) for part in (lengths - asked, asked))
         start = int(config.decoder_start_token_id)  # type: ignore[union-attr,arg-type]
-        answers = Encoded(tokens[written], said, pad)
-        return Encoded(tokens[~written], read, pad, answers=answers, start=start)
+        return Encoded(tokens, offsets, pad, answers=Encoded(tokens[::-1].copy(), offsets, pad), start=start)
     types = None
     if problem.inputs == "pair" and "token_type_ids" in classifier.tokenizer.model_input_names:
         types = np.concatenate([np.arange(n) >= n // 2 for n in lengths]).astype(np.int8)
@@ -243,7 +238,7 @@ def made_up_targets(problem: Problem, outputs: Tensor, rows: Tensor, lengths: Te
 
     Args:
         rows: their numbers.
-        lengths: tokens of each.
+        lengths: tokens of each, all of them.
     """
     place = torch.arange(outputs.shape[1])
     match problem.target:

@@ -23,7 +23,7 @@ _UNREAD = (
 
 
 class Trainable(BaseModel):
-    """What is trained beside the head, which always is; a language model's counts as one of the base's layers.
+    """What is trained beside the head, which always is. A language model's counts as a layer of the base.
 
     Attributes:
         kind: `head` (the encoder stays untouched), `lora`, `blocks` (whole top blocks), or `all`.
@@ -35,7 +35,7 @@ class Trainable(BaseModel):
             add noise to, and ΔW linear in what is trained (FFA-LoRA, Sun et al. 2024); worse where measured.
         targets: ends of the names of the Linear layers that LoRA adapts, whole components: `value`, or
             `attention.output.dense`; by default what families call the projections of queries and values.
-            GPT-2 has them in one layer with the keys, `c_attn`.
+            Some families have them in one layer with the keys, as GPT-2 in `c_attn`.
     """
 
     kind: Literal["head", "lora", "blocks", "all"] = "lora"
@@ -45,7 +45,7 @@ class Trainable(BaseModel):
     train_a: bool = True
     targets: tuple[str, ...] = (
         *("query", "value", "q_proj", "v_proj", "q_lin", "v_lin", "q", "v"),
-        *("c_attn", "query_key_value", "qkv_proj"),
+        *("c_attn", "query_key_value", "qkv_proj", "Wqkv"),
     )
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -162,7 +162,7 @@ def lora_scale(layer: nn.Module) -> float:
 
 
 def _stacks(model: nn.Module) -> dict[str, int]:
-    """What stands before the blocks' numbers, and how many there are; an encoder and a decoder have their own."""
+    """What stands before the blocks' numbers → how many; an encoder and a decoder have their own."""
     counts: dict[str, int] = {}
     for name, _ in model.named_parameters():
         if match := _BLOCK.search(name):

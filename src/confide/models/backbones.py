@@ -265,7 +265,7 @@ def _colours(folder: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def _unused(folder: Path, prefix: str, names: Any) -> dict[str, Tensor]:
-    """The body's own among the tensors that a model class left out: a pooler, or constants of old versions."""
+    """The body's own among the tensors that a model class left out: a pooler, old constants."""
     import torch
 
     checkpoint = Checkpoint.open(folder)

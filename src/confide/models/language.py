@@ -32,8 +32,8 @@ def with_objective(problem: Problem, config: Any, folder: Path) -> Problem:
         objective = "masked"
     if objective is None:
         raise ModelError(
-            f"{folder} holds a {kind!r} model, which is no language model that is known here; use a decoder such "
-            "as GPT-2 or Llama, an encoder and decoder such as T5, or an encoder such as BERT"
+            f"{folder} holds a {kind!r} model, which is no language model that is known here; use a decoder "
+            "such as GPT-2 or Llama, an encoder and decoder such as T5, or an encoder such as BERT"
         )
     if objective == "seq2seq" and problem.inputs != "pair":
         raise ModelError(
@@ -60,7 +60,7 @@ def writes(config: Any) -> bool:
 
 
 def save_generation(model: Any, folder: Path) -> None:
-    """Write down how a language model ends its texts, as its base says it; of others there is nothing to say."""
+    """Write down how a language model ends its texts, as its base says; others have nothing to say."""
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
 
@@ -77,7 +77,7 @@ def tied(model: Any) -> frozenset[str]:
 
 
 def head_of(model: nn.Module, prefix: str, problem: Problem) -> tuple[str, ...]:
-    """Names of the head: what stands outside the body. Buffers and all of a language model, tied ones apart."""
+    """Names of what stands outside the body; of a language model buffers too, and nothing that is tied."""
     if problem.target != "text":
         return tuple(name for name, _ in model.named_parameters() if not name.startswith(prefix))
     outside = [name for name in model.state_dict() if name not in tied(model)]

@@ -174,6 +174,9 @@ def _load_merged(heads: tuple[Head, ...]) -> str:
             "```"
         )
     head = heads[0]
+    labels = json.dumps(list(head.labels or ("number",)), ensure_ascii=False)
+    writes = head.problem.target == "text"
+    options = "" if writes else ", num_labels=len(labels)"
     return (
         "The encoder is a plain one:\n\n"
         "```python\n"
@@ -181,12 +184,12 @@ def _load_merged(heads: tuple[Head, ...]) -> str:
         "encoder = AutoModel.from_pretrained(FOLDER)\n"
         "tokenizer = AutoTokenizer.from_pretrained(FOLDER)\n"
         "```\n\n"
-        "With a task's head, plain transformers (the names in `heads/` are the classifier's own):\n\n"
+        "With a task's head, plain transformers (the names in `heads/` are the whole model's):\n\n"
         "```python\n"
         "from safetensors.torch import load_file\n"
         f"from transformers import {head.problem.loader}\n\n"
-        f"labels = {json.dumps(list(head.labels or ('number',)), ensure_ascii=False)}\n"
-        f"model = {head.problem.loader}.from_pretrained(FOLDER, num_labels=len(labels))\n"
+        + ("" if writes else f"labels = {labels}\n")
+        + f"model = {head.problem.loader}.from_pretrained(FOLDER{options})\n"
         f'model.load_state_dict(load_file("FOLDER/heads/{head.task}/model.safetensors"), strict=False)\n'
         "```\n\n"
         "or confide, which can also write that model down as a folder that plain transformers loads:\n\n"

@@ -36,6 +36,7 @@ PROVENANCE: Mapping[str, str] = {
     format.STATISTICS: "Statistics of the records: the noisy answer to a query that the statement lists.",
     "tokenizer.json": _TOKENIZER,
     "tokenizer_config.json": _TOKENIZER,
+    "chat_template.jinja": _TOKENIZER,
     "special_tokens_map.json": _TOKENIZER,
     "added_tokens.json": _TOKENIZER,
     "vocab.txt": _TOKENIZER,

@@ -80,8 +80,8 @@ def problem_of(
         kinds.append("language_model")
     if len(kinds) > 1:
         raise DataError(
-            f"{kinds[0]} and {kinds[1]} don't go together; a record is a text, a pair, words, an image, or what "
-            "a language model learns"
+            f"{kinds[0]} and {kinds[1]} don't go together; a record is a text, a pair, words, an image, or "
+            "what a language model learns"
         )
     if path.is_dir() and columns.unit:
         raise DataError(

@@ -33,8 +33,8 @@ def generate(classifier: Classifier, texts: Sequence[str], max_length: int) -> l
     problem = classifier.problem
     if problem.objective == "masked":
         raise ConfigError(
-            "this model fills masks and writes no texts; load it with AutoModelForMaskedLM to fill them, or score "
-            "it with confide evaluate"
+            "this model fills masks and writes no texts; load it with AutoModelForMaskedLM to fill them, or "
+            "score it with confide evaluate"
         )
     prompts = encode_prompts(classifier.tokenizer, texts, max_length, problem)
     lengths = np.array([len(ids) for ids in prompts], dtype=np.int64)

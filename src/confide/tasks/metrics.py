@@ -20,8 +20,8 @@ METRICS: Mapping[str, tuple[Metric, ...]] = {
     "tokens": ("accuracy", "macro-f1"),
     "text": ("perplexity", "accuracy"),
 }
-"""What each target can be scored with; the first is the default. Of tokens, every labelled word is a row; of a
-text, every token that is asked for."""
+"""What each target can be scored with; the first is the default. Of tokens, every labelled word is a row; of
+a text, every token that is asked for."""
 
 
 def accuracy(predictions: Classes, labels: Classes) -> float:

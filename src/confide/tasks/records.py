@@ -17,7 +17,7 @@ from confide.tasks.images import Images
 
 LabelsFrom = Literal["declared", "file"]
 Text = str | tuple[str, ...]
-"""A text; a pair of texts, such as a prompt and its answer; or the words of a text, where each has a label."""
+"""A text; a pair of texts (a prompt and its answer, say); or the words of a text, where each has a label."""
 
 
 @dataclass(frozen=True, eq=False)

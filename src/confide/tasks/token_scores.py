@@ -16,7 +16,7 @@ from confide.tasks.text import Encoded, buckets
 
 
 def token_scores(forward: Forward, encoded: Encoded, batch_tokens: int = 2048) -> dict[Metric, float]:
-    """`perplexity`, the exponential of the mean cross entropy, and `accuracy`, both over all tokens of all rows.
+    """`perplexity`, the exponential of the mean cross entropy, and `accuracy`, over all tokens of all rows.
 
     Logits of one batch at a time are held, as those of all rows would not fit.
 
