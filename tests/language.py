@@ -75,7 +75,7 @@ def tokenizer_for(kind: str, texts: Sequence[str]) -> PreTrainedTokenizerFast:
         {letter for letter in pre_tokenizers.ByteLevel.alphabet() if letter.isascii()} | {"Ġ", "Ċ"}
     )
     trainer = trainers.BpeTrainer(
-        vocab_size=160, special_tokens=list(special.values()), initial_alphabet=alphabet, show_progress=False
+        vocab_size=220, special_tokens=list(special.values()), initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
     frame = {
@@ -87,7 +87,9 @@ def tokenizer_for(kind: str, texts: Sequence[str]) -> PreTrainedTokenizerFast:
     if frame:
         ids = [(token, tokenizer.token_to_id(token)) for token in special.values() if token in frame]
         tokenizer.post_processor = processors.TemplateProcessing(single=frame, special_tokens=ids)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, model_input_names=["input_ids", "attention_mask"], **special
+    )
 
 
 def save_base(kind: str, texts: Sequence[str], folder: Path) -> Path:

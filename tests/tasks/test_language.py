@@ -138,7 +138,6 @@ def test_shares_of_masks() -> None:
 @pytest.mark.parametrize(
     ("kind", "texts", "problem", "message"),
     [
-        ("gpt2", [TEXTS[0], "x"], CAUSAL, "text 2: nothing is left to learn"),
         ("gpt2", [(TEXTS[0], "")], ANSWERS, "text 1: nothing is left to learn"),
         ("t5", [(TEXTS[0], TEXTS[1]), (TEXTS[0], "")], SEQ2SEQ, "text 2: an answer without a token"),
         ("bert", ["", TEXTS[0]], MASKED, "text 1: a text without a token that can be masked"),
@@ -146,9 +145,13 @@ def test_shares_of_masks() -> None:
     ],
 )
 def test_a_record_without_a_target(kind: str, texts: list[Any], problem: Problem, message: str) -> None:
-    length = 1 if problem is CAUSAL else 32
     with pytest.raises(DataError, match=message):
-        encoded(kind, texts, problem, 32 if length != 1 else 1)
+        encoded(kind, texts, problem)
+
+
+def test_a_text_of_one_token_teaches_nothing() -> None:
+    with pytest.raises(DataError, match=r"text 1 \(and 2 more\): nothing is left to learn"):
+        encoded("gpt2", TEXTS, CAUSAL, 1)
 
 
 def test_padding_changes_no_targets() -> None:

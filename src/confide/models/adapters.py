@@ -148,7 +148,7 @@ def lora_delta(layer: nn.Module) -> Tensor:
     a, b = lora_factors(layer)
     with torch.no_grad():
         delta = lora_scale(layer) * (b @ a)
-        return delta.T if layer.fan_in_fan_out else delta
+        return delta.T if getattr(layer, "fan_in_fan_out", False) else delta
 
 
 def lora_factors(layer: nn.Module) -> tuple[nn.Parameter, nn.Parameter]:

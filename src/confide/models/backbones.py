@@ -87,9 +87,11 @@ def load_classifier(
     """
     import torch
 
-    classifier, _ = _load(folder, labels, problem or TEXT_CLASSES)
-    if classifier.problem.target == "text":
-        return classifier  # its head is the base's
+    classifier, stored = _load(folder, labels, problem or TEXT_CLASSES)
+    if classifier.problem.target == "text":  # its head is the base's
+        if missing := sorted(set(classifier.head) - stored):
+            raise _lacks(folder, missing, "the language model's output layer")
+        return classifier
     model: Any = classifier.model
     wanted = set(classifier.head)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -131,6 +133,15 @@ def load_trained(folder: Path, labels: tuple[str, ...], problem: Problem | None 
             "missing or has another shape"
         )
     return classifier
+
+
+def load_body(folder: Path, labels: tuple[str, ...], problem: Problem) -> Classifier:
+    """Load one task's model out of a merge, whose own file holds no head: that is still to be filled in.
+
+    Raises:
+        ModelError: as `load_classifier`.
+    """
+    return _load(folder, labels, problem)[0]
 
 
 def load_encoder(folder: Path) -> tuple[nn.Module, Any]:
@@ -213,15 +224,10 @@ def _load(folder: Path, labels: tuple[str, ...], problem: Problem) -> tuple[Clas
         )
     prefix = body_prefix(model)
     absent = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}
-    writes = problem.target == "text"  # a language model's head is a part of the base
-    missing = sorted(name for name in absent if writes or name.startswith(prefix))
-    if missing:
-        raise ModelError(
-            f"{folder} lacks {len(missing)} tensors of the {'language model' if writes else 'encoder'} (or "
-            f"has them in another shape), starting with {missing[0]}; training from random layers is not "
-            "fine-tuning, so this base is refused"
-        )
     head = head_of(model, prefix, problem)
+    missing = sorted(name for name in absent if name.startswith(prefix) and name not in head)
+    if missing:
+        raise _lacks(folder, missing, "the encoder")
     images = problem.inputs == "image"
     classifier = Classifier(
         model.eval(),
@@ -233,6 +239,13 @@ def _load(folder: Path, labels: tuple[str, ...], problem: Problem) -> tuple[Clas
         _unused(folder, prefix, found["unexpected_keys"]),
     )
     return classifier, set(model.state_dict()) - absent
+
+
+def _lacks(folder: Path, missing: list[str], what: str) -> ModelError:
+    return ModelError(
+        f"{folder} lacks {len(missing)} tensors of {what} (or has them in another shape), starting with "
+        f"{missing[0]}; training from random layers is not fine-tuning, so this base is refused"
+    )
 
 
 def _tokenizer(folder: Path, config: Any, problem: Problem) -> Any:

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from confide.errors import ReleaseError
-from confide.models.backbones import Classifier, load_classifier, load_trained
+from confide.models.backbones import Classifier, load_body, load_trained
 from confide.release import format
 from confide.release.format import WEIGHTS, Head
 from confide.release.write import verify
@@ -30,7 +30,7 @@ def load_release(folder: Path, task: str | None = None) -> tuple[Classifier, Hea
     head = info.head(task) if task is not None else info.only_head()
     if info.kind == "model":
         return load_trained(folder, head.labels, head.problem), head
-    classifier = load_classifier(folder, head.labels, seed=0, problem=head.problem)
+    classifier = load_body(folder, head.labels, head.problem)
     tensors = load_file(folder / "heads" / head.task / WEIGHTS)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     state = classifier.model.state_dict()
