@@ -281,6 +281,9 @@ def test_what_is_refused(
     assert "nor tokens" in learn("gpt2", *TEXTS, "--metric", "accuracy", "--publish-accuracy", 5).message()
     assert "macro-f1 doesn't score" in learn("gpt2", *TEXTS, "--metric", "macro-f1").message()
     assert "at most 48 tokens" in learn("gpt2", *TEXTS, "--max-length", 49).message()
+    assert "head_learning_rate has no effect" in learn("gpt2", *TEXTS, "--head-learning-rate", 1).message()
+    assert "needs a head" in learn("gpt2", *TEXTS, "--clipping", "per-role").message()
+    assert learn("t5", *ANSWERS, "--dry-run", "--json").json()["units"] == 48
     assert "lacks" in learn("bert", *TEXTS, "--base", tiny_base).message()  # no head for masks
     assert "text_pair and language_model" in learn("gpt2", *TEXTS, "--text-pair", "answer").message()
     assert not (tmp_path / "run").exists()

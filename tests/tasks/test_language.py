@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.language import tokenizer_for
@@ -14,8 +17,10 @@ from tests.language import tokenizer_for
 from confide.errors import DataError
 from confide.gradients.losses import IGNORED
 from confide.release.format import Problem
+from confide.tasks.files import read_records, read_task
 from confide.tasks.language import encode_language, encode_prompts, mask
 from confide.tasks.text import Encoded
+from confide.tasks.token_scores import token_scores
 
 TEXTS = ["a very dull plot here", "the film was fine", "and the book is quite warm today 12"]
 CAUSAL = Problem(target="text", objective="causal")
@@ -159,3 +164,49 @@ def test_padding_changes_no_targets() -> None:
     for number in range(len(TEXTS)):
         ids, asked = row(made, number)
         assert made.asked[number].tolist() == asked + [IGNORED] * (made.asked.shape[1] - len(ids))
+
+
+def test_files_of_texts(tmp_path: Path) -> None:
+    file = tmp_path / "tickets.csv"
+    file.write_text("question,reply,who\n" + "".join(f"how {n},so {n},{n % 5}\n" for n in range(20)))
+    task = read_task(file, text="question", target="reply", unit="who")
+    assert task.problem == Problem(inputs="pair", target="text")
+    assert (task.labels, task.labels_from, task.metric) == ((), "declared", "perplexity")
+    assert all(one[0].replace("how", "so") == one[1] for one in task.train.texts)
+    assert (task.train.units.count, task.test.units.count) == (4, 1)
+    alone = read_task(file, text="reply", language_model=True, metric="accuracy")
+    assert alone.problem == Problem(target="text")
+    assert all(isinstance(text, str) and text.startswith("so ") for text in alone.train.texts)
+    known = read_records(file, text="question", target="reply", problem=ANSWERS)
+    assert known.texts[3] == ("how 3", "so 3")
+    with pytest.raises(DataError, match="name the column of the answers"):
+        read_records(file, text="question", problem=ANSWERS)
+    with pytest.raises(DataError, match="leave out label"):
+        read_task(file, text="question", target="reply", label="who")
+    with pytest.raises(DataError, match="not numbers"):
+        read_task(file, text="question", target="reply", label_range=(0, 1))
+    with pytest.raises(DataError, match="different columns"):
+        read_task(file, text="question", target="question")
+
+
+def test_token_scores_count_only_what_is_asked_for() -> None:
+    """Odds of 1/2 for the right token of the first row's two targets, the second row's one wrong at 1/4."""
+    made = Encoded(
+        np.array([1, 2, 3, 1, 2], np.int32),
+        np.array([0, 3, 5]),
+        0,
+        targets=np.array([2, 3, IGNORED, 3, IGNORED], np.int32),
+    )
+
+    def forward(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        odds = torch.full((*batch["input_ids"].shape, 4), 1 / 6)
+        right = {3: 2, 2: 1}[batch["input_ids"].shape[1]]
+        if right == 2:
+            odds[:, 0, 2] = odds[:, 1, 3] = 1 / 2
+        else:
+            odds[:] = torch.tensor([1 / 12, 1 / 3, 1 / 3, 1 / 4])
+        return odds.log()
+
+    found = token_scores(forward, made, batch_tokens=1)
+    assert found["accuracy"] == pytest.approx(2 / 3)
+    assert found["perplexity"] == pytest.approx(math.exp((2 * math.log(2) + math.log(4)) / 3))

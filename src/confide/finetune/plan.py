@@ -17,7 +17,7 @@ from confide.finetune import methods
 from confide.finetune.binding import Anchor, Binding
 from confide.finetune.experts import made_up_experts
 from confide.finetune.loop import train
-from confide.finetune.memory import bytes_of, micro_batch_tokens
+from confide.finetune.memory import bytes_of, micro_batch_tokens, usual_tokens
 from confide.finetune.prepare import (
     caches,
     forward_of,
@@ -26,7 +26,6 @@ from confide.finetune.prepare import (
     made_up,
     micro_batches,
 )
-from confide.finetune.run import STEP_TOKENS
 from confide.finetune.settings import Settings
 from confide.gradients.keys import Keys
 from confide.models.adapters import Adapted, adapt
@@ -89,7 +88,7 @@ def measure(
     drawn = max(stream.sampling_rate for stream in schedule.streams) * all_rows
     kept = kept_tokens(classifier, adapted.first_block, shape) if cached else 0
     kept *= int(config.hidden_size) * 4
-    tokens = STEP_TOKENS
+    tokens = usual_tokens(classifier)
     if memory is not None:
         tokens = micro_batch_tokens(
             bytes_of(memory),

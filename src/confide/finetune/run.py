@@ -24,7 +24,7 @@ from confide.finetune.checkpoint import Begun, Unfinished
 from confide.finetune.experts import attach_experts, bind_experts, owners_for
 from confide.finetune.fingerprint import fingerprint
 from confide.finetune.loop import History, train
-from confide.finetune.memory import bytes_of, micro_batch_tokens
+from confide.finetune.memory import MICRO_BATCH, micro_batch_of
 from confide.finetune.prepare import (
     Prepared,
     Progress,
@@ -82,9 +82,6 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     from confide.privacy.ledger import Ledger
-
-STEP_TOKENS = 8192
-_MICRO_BATCH = "the tokens of a micro-batch"
 
 
 @dataclass(frozen=True)
@@ -333,8 +330,8 @@ def finetune(
         simulated=keys.simulated,
     )
     found["schedule"] = spending.model_dump_json()
-    tokens = _micro_batch(prepared, adapted, schedule, settings, begun)
-    found[_MICRO_BATCH] = str(tokens)
+    tokens = micro_batch_of(prepared, adapted, schedule, settings, begun)
+    found[MICRO_BATCH] = str(tokens)
     if begun:
         begun.check(found)
     elif unfinished:
@@ -449,24 +446,6 @@ def _statistics(
     )
     progress(f"statistics, {task.name}", 1, 1)
     return found
-
-
-def _micro_batch(
-    prepared: Prepared, adapted: Adapted, schedule: Schedule, settings: Settings, begun: Begun | None
-) -> int:
-    """Tokens of a micro-batch; a run that goes on keeps what it measured first, as rounding depends on it."""
-    if settings.memory is None:
-        return STEP_TOKENS
-    if begun and _MICRO_BATCH in begun.fingerprint:
-        return int(begun.fingerprint[_MICRO_BATCH])
-    return micro_batch_tokens(
-        bytes_of(settings.memory),
-        adapted,
-        schedule,
-        kept=prepared.cached_bytes(adapted.classifier, adapted.first_block),
-        max_length=settings.max_length,
-        rows_per_unit=prepared.task.train.units.rows_per_unit,
-    )
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:

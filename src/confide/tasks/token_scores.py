@@ -15,7 +15,7 @@ from confide.tasks.evaluate import Forward
 from confide.tasks.text import Encoded, buckets
 
 
-def token_scores(forward: Forward, encoded: Encoded, batch_tokens: int = 2048) -> dict[Metric, float]:
+def token_scores(forward: Forward, encoded: Encoded, batch_tokens: int = 1024) -> dict[Metric, float]:
     """`perplexity`, the exponential of the mean cross entropy, and `accuracy`, over all tokens of all rows.
 
     Logits of one batch at a time are held, as those of all rows would not fit.
