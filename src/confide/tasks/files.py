@@ -227,8 +227,8 @@ def _records(
         own, found = label_values.of_words(path, label, values[label], texts, names)
         return Records(texts, own, units), found
     if problem.target == "text":
-        texts = _inputs(path, values, columns, problem)
-        return Records(texts, np.zeros(len(texts), np.int64), units), {}
+        written = _inputs(path, values, columns, problem)
+        return Records(written, np.zeros(len(written), np.int64), units), {}
     # Labels first: they are cheaper to check than images.
     if problem.target == "number":
         bounds = problem.label_range if in_range else None

@@ -52,8 +52,8 @@ def encode_language(
         case "masked":
             return _masked(tokenizer, texts, max_length)
         case _ if problem.inputs == "pair":
-            prompts = _opened(tokenizer, [prompt + SEPARATOR for prompt, _ in texts])
-            answers = _ids(tokenizer, [answer for _, answer in texts], add_special_tokens=False)
+            prompts = _opened(tokenizer, [pair[0] + SEPARATOR for pair in texts])
+            answers = _ids(tokenizer, [pair[1] for pair in texts], add_special_tokens=False)
             end = _end(tokenizer)
             rows = [
                 _answered(tokenizer, asked, [*said, *end] if said else [], max_length)
@@ -93,8 +93,8 @@ def _answered(tokenizer: Any, asked: Ids, said: Ids, max_length: int) -> tuple[I
 
 
 def _translated(tokenizer: Any, texts: Sequence[Text], max_length: int, start: int) -> Encoded:
-    sources = _flat(tokenizer, _cut(tokenizer, [text for text, _ in texts], max_length))
-    written = _cut(tokenizer, [answer for _, answer in texts], max_length, answers=True)
+    sources = _flat(tokenizer, _cut(tokenizer, [pair[0] for pair in texts], max_length))
+    written = _cut(tokenizer, [pair[1] for pair in texts], max_length, answers=True)
     around = {*tokenizer.all_special_ids} - {tokenizer.unk_token_id}
     _refuse_without(
         [[IGNORED if one in around else one for one in own] for own in written], "an answer without a token"
