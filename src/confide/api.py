@@ -84,6 +84,8 @@ class Model:
         if not len(inputs):
             return []
         if self.head.problem.target == "text":
+            if isinstance(inputs, Images):
+                raise DataError("a language model reads texts, not images")
             written = generate(self.classifier, [str(text) for text in inputs], self.head.max_length)
             return [{"text": text} for text in written]
         source = self._source(inputs)

@@ -270,6 +270,30 @@ def test_classes_with_a_decoder(
     assert (found["metric"], found["records"]) == ("accuracy", 60)
 
 
+@pytest.mark.slow
+def test_a_language_model_and_a_classifier_in_one_merge(
+    confide: Confide, learn: Callable[..., Answer], language_base: Base, answers: Path, tmp_path: Path
+) -> None:
+    assert learn("gpt2", *ANSWERS, out="writes").code == 0
+    assert learn("gpt2", out="labels").code == 0
+    merged, alone = tmp_path / "merged", tmp_path / "alone"
+    releases = [tmp_path / name / "release" for name in ("writes", "labels")]
+    given = ("--base", language_base("gpt2"), "--operator", "average", "--disjoint", "--out", merged)
+    answer = confide("merge", *releases, *given)
+    assert answer.code == 0, answer.err
+    data = ("--data", answers, "--text", "prompt", "--json")
+    assert len(confide("predict", merged, "--task", "writes", *data).json()) == 60
+    assert len(confide("predict", merged, "--task", "labels", *data).json()) == 60
+    assert confide("export", merged, "--task", "labels", "--out", alone).code == 0
+    model, tokenizer = plain(alone, "AutoModelForSequenceClassification")
+    tokenizer.pad_token = tokenizer.eos_token
+    texts = ["a very dull plot here and there", "the film"]
+    with torch.inference_mode():
+        theirs = model(**tokenizer(texts, return_tensors="pt", padding=True, padding_side="right")).logits
+    ours = library.load(merged, task="labels").logits(texts)
+    np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-4, atol=1e-5)
+
+
 def test_what_is_refused(
     confide: Confide, learn: Callable[..., Answer], tiny_base: Path, answers: Path, tmp_path: Path
 ) -> None:
