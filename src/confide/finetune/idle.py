@@ -33,6 +33,22 @@ def refuse_idle(settings: Settings, given: Collection[str], spell: Callable[[str
                 raise ConfigError(f"{spell(key)} has no effect here: it needs {needed}")
 
 
+def refuse_idle_head(settings: Settings) -> None:
+    """Refuse what is for a head, where a model has none of its own.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    fields = Settings.model_fields
+    for key in ("head_learning_rate", "head_share"):
+        if getattr(settings, key) != fields[key].default:
+            raise ConfigError(f"{key} has no effect here: a language model has no head of its own")
+    if settings.clipping == "per-role":
+        raise ConfigError(
+            "clipping per-role needs a head and an encoder; a language model has no head of its own"
+        )
+
+
 def _conditions(settings: Settings) -> list[tuple[tuple[str, ...], bool, str]]:
     """(keys, whether they act, what they need)."""
     kind = settings.trainable.kind

@@ -8,6 +8,7 @@ from confide.errors import ConfigError
 from confide.finetune import raptor, released
 from confide.finetune.ascent import ascent_and_anchor
 from confide.finetune.clipping import clipping_of
+from confide.finetune.idle import refuse_idle_head
 from confide.finetune.settings import Settings
 from confide.models.adapters import Adapted
 from confide.privacy.calibration import calibrate
@@ -41,6 +42,8 @@ def schedule(settings: Settings, adapted: Adapted, units: int, unit: str = "reco
     if settings.method == "raptor":
         planned = raptor.schedule(settings, adapted, units, batch, unit)
         return dataclasses.replace(planned, queries=_queries(settings))
+    if not adapted.head:
+        refuse_idle_head(settings)
     every = (
         ParameterGroup("encoder", adapted.encoder, settings.learning_rate, anchored=True),
         ParameterGroup("head", adapted.head, settings.head_learning_rate, anchored=False),

@@ -24,7 +24,7 @@ from confide.privacy.statement import Base, OwnersChecked, Statement
 from confide.release import agreement, format
 from confide.release.format import ReleaseInfo
 from confide.release.tensors import SHARD_SIZE, STORAGE, Values, write_shards, write_tensors
-from confide.release.write import MERGE_REPORT, TOKENIZER_FILES, write_release
+from confide.release.write import COMPANIONS, MERGE_REPORT, write_release
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -260,7 +260,7 @@ def _check_finite(name: str, weights: Encoder) -> None:
 
 def _copy_base(folder: Path, plan: Plan) -> None:
     base = plan.public.folder
-    for name in ("config.json", *TOKENIZER_FILES):
+    for name in ("config.json", *COMPANIONS):
         if (base / name).exists():
             shutil.copyfile(base / name, folder / name)
     if plan.dtype:

@@ -95,7 +95,8 @@ class Tail(nn.Module):
 def supports(classifier: Classifier) -> bool:
     """Whether `Tail` knows this architecture exactly."""
     config: Any = classifier.model.config
-    return bool(config.model_type == "bert" and config.hidden_act == "gelu")
+    classifies = classifier.problem.target != "text"
+    return bool(classifies and config.model_type == "bert" and config.hidden_act == "gelu")
 
 
 def pools(classifier: Classifier) -> bool:
