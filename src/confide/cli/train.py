@@ -357,6 +357,7 @@ def _summary(result: FineTuned, out: Path, score: float, signs: Ed25519PrivateKe
 def _show(result: FineTuned, statement: Statement, summary: dict[str, Any], score: float) -> None:
     from confide.privacy.calibration import delta_warning
     from confide.privacy.words import describe
+    from confide.release.names import CLASSES, model_type
     from confide.tasks.metrics import in_words
 
     for line in describe(result.statement):
@@ -370,9 +371,10 @@ def _show(result: FineTuned, statement: Statement, summary: dict[str, Any], scor
         f"On {len(task.test)} test records: {in_words(task.metric, score)}. "
         "This number is not noised: it is for you, and no part of the release."
     )
-    print(
-        f"Release in {summary['release']}; it loads with transformers, and `confide predict` labels new rows."
-    )
+    module = CLASSES.get(model_type(Path(summary["release"])))
+    after = f", after `import {module}`" if module else ""
+    where = f"Release in {summary['release']}"
+    print(f"{where}; it loads with transformers{after}, and `confide predict` labels new rows.")
 
 
 def _show_finished(out: Path, *, json: bool) -> None:

@@ -55,6 +55,7 @@ from confide.models.backbones import (
     resolve,
     stored_names,
 )
+from confide.models.moe.families import refuse
 from confide.privacy import statement as statements
 from confide.privacy.calibration import resolve_delta
 from confide.privacy.composition import new_run, training_spending, training_statement
@@ -72,6 +73,7 @@ from confide.release.format import (
     preprocessor,
 )
 from confide.release.hashes import base_hash, encoder_hash
+from confide.release.names import model_type
 from confide.release.tensors import Checkpoint, write_tensors
 from confide.release.write import check_task_name, write_release
 from confide.tasks.records import TaskData
@@ -97,7 +99,8 @@ class PublicBase:
         """Resolve a folder, `package:NAME` or hub id, and hash its encoder.
 
         Raises:
-            ModelError: nothing is there, or it is a release, whose weights depend on records.
+            ModelError: nothing is there, or it is a release, whose weights depend on records, or its family
+                can't be trained.
         """
         folder = resolve(name)
         if (folder / statements.FILE_NAME).exists():
@@ -105,6 +108,7 @@ class PublicBase:
                 f"{name} is a release that states what it spent on records, not a public base; training "
                 "on it would leave that out of the claim. Train from the public model underneath"
             )
+        refuse(model_type(folder))
         # A release tells the world the model's name, not where it lies on its owner's machine.
         public = folder.resolve().name if Path(name).expanduser().is_dir() else name
         return cls(folder, Base(name=public, hash=base_hash(folder)))

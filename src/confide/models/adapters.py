@@ -16,7 +16,7 @@ from confide.models.backbones import Classifier
 from confide.models.moe.attach import merged_experts, trained_names
 from confide.models.moe.layers import SparseLayer, sparse_layers
 
-_BLOCK = re.compile(r"\.layers?\.(\d+)\.")
+_BLOCK = re.compile(r"\.(?:layers?|block)\.(\d+)\.")
 _UNREAD = (
     "mask_token"  # of image models; only pretraining reads it, so that it would be trained on noise alone
 )
@@ -177,9 +177,17 @@ def _inject(model: nn.Module, trainable: Trainable, lowest: int, seed: int) -> d
         raise ConfigError(
             f"trainable.targets {list(trainable.targets)} match no layer; there are {sorted(linear)}"
         )
-    config = LoraConfig(r=trainable.rank, lora_alpha=trainable.alpha, lora_dropout=0.0, target_modules=names)
+    # Inside another module, PEFT doesn't see which family it is: in some mixtures it would take always-active
+    # experts for the others, whose old names end alike, and adapt those instead.
+    inside = nn.ModuleDict({"model": model})
+    config = LoraConfig(
+        r=trainable.rank,
+        lora_alpha=trainable.alpha,
+        lora_dropout=0.0,
+        target_modules=[f"model.{name}" for name in names],
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        inject_adapter_in_model(config, model)
+        inject_adapter_in_model(config, inside)
     model.eval()
     return {name: model.get_submodule(name) for name in names}

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from confide.errors import ModelError
+from confide.models.moe.families import DECODERS, MIXTURES, refuse
 from confide.release.format import PREPROCESSOR, TEXT_CLASSES, Problem, preprocessor
-from confide.release.names import PREFIXES, canonical
+from confide.release.names import CLASSES, PREFIXES, canonical, model_type
 from confide.release.tensors import Checkpoint
 
 if TYPE_CHECKING:
@@ -135,21 +137,25 @@ def load_encoder(folder: Path) -> tuple[nn.Module, Any]:
         ModelError: it can't be loaded, or weights are missing.
     """
     import torch
-    from transformers import AutoModel, AutoTokenizer
+    import transformers
 
-    import confide.models.moe.bert  # noqa: F401  so that the Auto classes know it
-
+    config = _config(folder)
+    name = "SwitchTransformersEncoderModel" if config.model_type == "switch_transformers" else "AutoModel"
     with torch.random.fork_rng(devices=[]), _quiet():
         model, found = _read(
-            AutoModel, folder, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+            getattr(transformers, name),
+            folder,
+            dtype=torch.float32,
+            use_safetensors=True,
+            output_loading_info=True,
         )
-        tokenizer = _read(AutoTokenizer, folder)
+        tokenizer = _tokenizer(folder, config, TEXT_CLASSES)
     if found["missing_keys"]:
         raise ModelError(
             f"{folder} lacks {len(found['missing_keys'])} tensors of the model, starting with "
             f"{sorted(found['missing_keys'])[0]}"
         )
-    if model.config.is_encoder_decoder:
+    if name == "AutoModel" and model.config.is_encoder_decoder:
         model = model.get_encoder()
     return model.eval(), tokenizer
 
@@ -169,11 +175,13 @@ def answer_in(classifier: Classifier, label_range: tuple[float, float]) -> None:
 def stored_names(classifier: Classifier, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Tensors under the names that transformers writes, which are those that the base's file has.
 
-    In memory, version 5 calls the parameters of some families otherwise.
+    In memory, version 5 calls the parameters of some families otherwise. Of tied ones it writes the first.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    return revert_weight_conversion(classifier.model, dict(state))  # type: ignore[no-any-return]
+    tied: Any = classifier.model.all_tied_weights_keys
+    own = {name: value for name, value in state.items() if name not in tied}
+    return revert_weight_conversion(classifier.model, own)  # type: ignore[no-any-return]
 
 
 def _load(folder: Path, labels: tuple[str, ...], problem: Problem) -> tuple[Classifier, set[str]]:
@@ -181,9 +189,7 @@ def _load(folder: Path, labels: tuple[str, ...], problem: Problem) -> tuple[Clas
     import torch
     import transformers
 
-    import confide.models.moe.bert  # noqa: F401  so that the Auto classes know it
-
-    config = _read(transformers.AutoConfig, folder)
+    config = _config(folder)
     _require_encoder(config, folder, problem)
     if problem.target == "number":
         config.num_labels, config.problem_type = 1, "regression"
@@ -213,9 +219,18 @@ def _load(folder: Path, labels: tuple[str, ...], problem: Problem) -> tuple[Clas
     names = [name for name, _ in model.named_parameters()]
     head = tuple(name for name in names if not name.startswith(prefix))
     images = problem.inputs == "image"
+    tokenizer = None if images else _tokenizer(folder, config, problem)
+    if config.model_type in DECODERS:
+        if tokenizer.pad_token_id is not None and tokenizer.pad_token_id >= config.vocab_size:
+            raise ModelError(
+                f"{folder}: the padding token has number {tokenizer.pad_token_id}, but the model has "
+                f"{config.vocab_size} tokens; give the tokenizer one of those, such as its end of text"
+            )
+        model.config.use_cache = False
+        model.config.pad_token_id = tokenizer.pad_token_id  # by which the head finds a text's last token
     classifier = Classifier(
         model.eval(),
-        None if images else _tokenizer(folder, config, problem),
+        tokenizer,
         prefix,
         head,
         problem,
@@ -225,6 +240,27 @@ def _load(folder: Path, labels: tuple[str, ...], problem: Problem) -> tuple[Clas
     return classifier, set(names) - absent
 
 
+def _config(folder: Path) -> Any:
+    """The configuration of a base; the Auto classes then know its family.
+
+    Raises:
+        ModelError: it can't be read, weights are quantised, or the family can't be trained.
+    """
+    from transformers import AutoConfig
+
+    kind = model_type(folder)
+    refuse(kind)
+    if kind in CLASSES:
+        import_module(CLASSES[kind])
+    config = _read(AutoConfig, folder)
+    if getattr(config, "quantization_config", None):
+        raise ModelError(
+            f"{folder} holds quantised weights, whose gradients aren't those of the model that is released; "
+            "save it dequantised, in float32 or bfloat16, and train that"
+        )
+    return config
+
+
 def _tokenizer(folder: Path, config: Any, problem: Problem) -> Any:
     from transformers import AutoTokenizer
 
@@ -232,7 +268,10 @@ def _tokenizer(folder: Path, config: Any, problem: Problem) -> Any:
     spaced = (
         {"add_prefix_space": True} if problem.target == "tokens" and config.model_type in _BYTE_LEVEL else {}
     )
-    return _read(AutoTokenizer, folder, **spaced)
+    tokenizer = _read(AutoTokenizer, folder, **spaced)
+    if config.model_type in DECODERS and tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token  # padding is masked, so that it may be any token
+    return tokenizer
 
 
 _BYTE_LEVEL = ("roberta", "longformer", "modernbert", "deberta")
@@ -278,8 +317,6 @@ def _read(factory: Any, folder: Path, **options: Any) -> Any:
 def _require_encoder(config: Any, folder: Path, problem: Problem) -> None:
     from transformers.models.auto import modeling_auto as auto
 
-    from confide.models.moe.bert import MODEL_TYPE
-
     kind = config.model_type
     if problem.inputs == "image":
         if kind not in PREFIXES or kind not in auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:
@@ -289,7 +326,11 @@ def _require_encoder(config: Any, folder: Path, problem: Problem) -> None:
         assert problem.image_size is not None
         _require_size(config, folder, problem.image_size)
         return
-    if kind == MODEL_TYPE and problem.target != "tokens":
+    if kind == "moe_bert" and problem.target != "tokens":
+        return
+    if kind in MIXTURES:
+        if problem.target != "class":
+            raise ModelError(f"a {kind!r} model is trained here for texts with one class each")
         return
     masked = kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     mapping = (

@@ -19,6 +19,7 @@ from confide.privacy.statement import Statement
 from confide.release import agreement, card, format
 from confide.release.format import Head, ReleaseInfo
 from confide.release.hashes import file_hash
+from confide.release.names import model_type
 from confide.release.tensors import METADATA, Checkpoint
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ def write_release(
         save(side)
         files.write_json(side / format.FILE_NAME, info.model_dump(mode="json"))
         signed_by = public_text(key) if key else None
-        text = card.render(info, statement, signed_by, _merge_report(side))
+        text = card.render(info, statement, signed_by, _merge_report(side), model_type(side))
         files.write_text(side / card.FILE_NAME, text)
         hashes = _hashes(side)
         written = {
