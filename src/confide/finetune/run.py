@@ -55,6 +55,7 @@ from confide.models.backbones import (
     resolve,
     stored_names,
 )
+from confide.models.moe.export import is_adapter, write_adapter
 from confide.models.moe.families import refuse
 from confide.privacy import statement as statements
 from confide.privacy.calibration import resolve_delta
@@ -64,6 +65,7 @@ from confide.privacy.streams import Budget, Schedule
 from confide.release import agreement as agreements
 from confide.release.agreement import Agreement
 from confide.release.format import (
+    ADAPTER,
     PREPROCESSOR,
     STATISTICS,
     TEXT_CLASSES,
@@ -208,6 +210,9 @@ class FineTuned:
             raise ReleaseError(f"can't write the tokenizer to {folder}: {error}") from error
         if self.agreement:
             files.write_json(folder / agreements.FILE_NAME, self.agreement.model_dump(mode="json"))
+        if is_adapter(self.adapted):
+            (folder / ADAPTER).mkdir()
+            write_adapter(self.adapted, folder / ADAPTER)
         if self.statistics:
             made = self.statistics
             model = encoder_hash(Checkpoint.open(folder), classifier.prefix, self.adapted.head)

@@ -219,7 +219,7 @@ def _load(folder: Path, labels: tuple[str, ...], problem: Problem) -> tuple[Clas
     names = [name for name, _ in model.named_parameters()]
     head = tuple(name for name in names if not name.startswith(prefix))
     images = problem.inputs == "image"
-    tokenizer = None if images else _tokenizer(folder, config, problem)
+    tokenizer: Any = None if images else _tokenizer(folder, config, problem)
     if config.model_type in DECODERS:
         if tokenizer.pad_token_id is not None and tokenizer.pad_token_id >= config.vocab_size:
             raise ModelError(
@@ -329,8 +329,8 @@ def _require_encoder(config: Any, folder: Path, problem: Problem) -> None:
     if kind == "moe_bert" and problem.target != "tokens":
         return
     if kind in MIXTURES:
-        if problem.target != "class":
-            raise ModelError(f"a {kind!r} model is trained here for texts with one class each")
+        if problem != TEXT_CLASSES:  # most decoders put nothing between the texts of a pair
+            raise ModelError(f"a {kind!r} model is trained here for single texts with one class each")
         return
     masked = kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     mapping = (

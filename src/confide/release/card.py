@@ -140,9 +140,10 @@ def _labels(head: Head) -> str:
 
 def _load_model(problem: Problem, family: str | None) -> str:
     name, reader = ("processor", "AutoImageProcessor") if problem.inputs == "image" else _TOKENIZER
+    module = CLASSES.get(family or "")
     return (
         "```python\n"
-        + (f"import {CLASSES[family]}  # transformers has no such classifier\n" if family in CLASSES else "")
+        + (f"import {module}  # transformers has no such classifier\n" if module else "")
         + f"from transformers import {problem.loader}, {reader}\n\n"
         f"model = {problem.loader}.from_pretrained(FOLDER)\n"
         f"{name} = {reader}.from_pretrained(FOLDER)\n"

@@ -35,6 +35,8 @@ PROVENANCE: Mapping[str, str] = {
     "model-*-of-*.safetensors": "A shard of the weights.",
     "heads/*/model.safetensors": "A task's head, as its own release holds it.",
     format.STATISTICS: "Statistics of the records: the noisy answer to a query that the statement lists.",
+    f"{format.ADAPTER}/{format.ADAPTER_WEIGHTS}": "What was trained of the weights, before it was merged.",
+    f"{format.ADAPTER}/{format.ADAPTER_CONFIG}": "The owner's settings of LoRA, and which layers it adapts.",
     "tokenizer.json": _TOKENIZER,
     "tokenizer_config.json": _TOKENIZER,
     "special_tokens_map.json": _TOKENIZER,
@@ -60,7 +62,13 @@ TOKENIZER_FILES = (
 )
 """What a model needs beside its weights and config.json to read texts, or images."""
 
-_WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "heads/*/model.safetensors", format.STATISTICS)
+_WEIGHTS = (
+    "model.safetensors",
+    "model-*-of-*.safetensors",
+    "heads/*/model.safetensors",
+    f"{format.ADAPTER}/{format.ADAPTER_WEIGHTS}",
+    format.STATISTICS,
+)
 _STATISTICS_METADATA = {"format", "kind", "origin", "model", "source"}
 _PURPOSES = {"grams": "gram", "fisher": "fisher"}
 _TASK = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -256,6 +264,8 @@ def check_tensors(folder: Path, info: ReleaseInfo) -> None:
         if found - declared:
             raise ReleaseError(f"{folder}: no head declares {': '.join(sorted(found - declared)[0])}")
         missing = sorted(": ".join(pair) for pair in declared - found)
+    adapter = folder / format.ADAPTER / format.ADAPTER_WEIGHTS
+    checkpoints += [Checkpoint.open(adapter)] if adapter.exists() else []
     if missing:
         raise ReleaseError(f"{folder}: the head's tensor {missing[0]} is missing")
     for checkpoint in checkpoints:

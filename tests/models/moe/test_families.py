@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 from tests.models.moe.exactness import COLUMNS, KINDS, measure
-from tests.models.moe.families import FAMILIES
+from tests.models.moe.families import FAMILIES, build
+from torch import nn
+
+from confide.finetune.expert_settings import SHARED
 
 GUIDE = Path(__file__).parents[3] / "docs" / "moe.md"
 
@@ -34,7 +37,7 @@ def cases() -> list[Any]:
 def test_owner_gradients_are_autograds(family: str, kind: str) -> None:
     found = measure(family, KINDS[kind])
     assert found.output == 0.0
-    assert max(found.right, found.left, found.everyone) <= 1e-9
+    assert max(found.right, found.left, found.everyone, found.shared) <= 1e-9
     # Tables of rotary positions and some routers are float32 whatever the model is.
     single = family in ("DeepSeek-V2", "DeepSeek-V3", "Llama-4")
     assert found.alone_right <= (1e-6 if single else 1e-9)
@@ -43,8 +46,26 @@ def test_owner_gradients_are_autograds(family: str, kind: str) -> None:
         assert getattr(found, name) <= bound, name
 
 
+ALWAYS_ACTIVE = {"Qwen2-MoE": 3 * 2, "DeepSeek-V2": 3, "DeepSeek-V3": 3, "Llama-4": 3 * 2}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_that_every_token_meets_are_shared(family: str) -> None:
+    """As many Linear layers as the family has of them; those of Qwen2 and Llama 4 see flattened rows."""
+    endings = tuple(f".{target}" for target in SHARED)
+    names = [name for name, module in build(family).named_modules() if isinstance(module, nn.Linear)]
+    shared = [name for name in names if name.endswith(endings)]
+    assert sum(".shared_expert" in name for name in shared) == ALWAYS_ACTIVE.get(family, 0)
+    assert not any("experts.expert_" in name or "router" in name or name.endswith("gate") for name in shared)
+    blocks = 4 if family == "Switch" else 2
+    projections = 5 if family.startswith("DeepSeek") else 4
+    assert len(shared) == blocks * projections + ALWAYS_ACTIVE.get(family, 0)
+
+
 def test_the_guide_names_every_family_with_finite_bounds() -> None:
     rows = printed()
     assert rows.keys() == {(family, kind) for family in FAMILIES for kind in KINDS}
     assert all(math.isfinite(value) for row in rows.values() for value in row.values())
-    assert all(max(row["right"], row["left"], row["everyone"]) <= 1e-9 for row in rows.values())
+    assert all(
+        max(row["right"], row["left"], row["everyone"], row["shared"]) <= 1e-9 for row in rows.values()
+    )

@@ -56,16 +56,16 @@ class SwitchTransformersForSequenceClassification(SwitchTransformersPreTrainedMo
         super().__init__(config)
         self.num_labels = config.num_labels
         self.switch_transformers = SwitchTransformersEncoderModel(config)
-        self.classifier = nn.Linear(config.d_model, config.num_labels)
+        self.score = nn.Linear(config.d_model, config.num_labels)
         self.post_init()
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> SequenceClassifierOutput:
         """(rows, length) token ids and their mask → `logits` (rows, labels)."""
         hidden = self.switch_transformers(input_ids, attention_mask=attention_mask).last_hidden_state
         if attention_mask is None:
-            return SequenceClassifierOutput(logits=self.classifier(hidden.mean(1)))
+            return SequenceClassifierOutput(logits=self.score(hidden.mean(1)))
         mask = attention_mask[..., None].to(hidden.dtype)
-        return SequenceClassifierOutput(logits=self.classifier((hidden * mask).sum(1) / mask.sum(1)))
+        return SequenceClassifierOutput(logits=self.score((hidden * mask).sum(1) / mask.sum(1)))
 
 
 for _class in (
