@@ -61,7 +61,7 @@ def test_from_a_base_to_a_release_and_an_adapter(
     through = "after `import confide.models.moe.classifiers`" in answer.out
     assert through == (family in THROUGH_CONFIDE)
     release = tmp_path / "run" / "release"
-    assert confide("verify", release, "--base", base).code == 0
+    assert confide("verify", release).code == 0
     assert ("import confide.models.moe.classifiers" in (release / "README.md").read_text()) == through
 
     plain, made = load_classifier(base, ("neg", "pos"), seed=5), load_trained(release, ("neg", "pos"))

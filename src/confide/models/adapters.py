@@ -99,7 +99,8 @@ def adapt(
         encoder = tuple(name for name, _ in model.named_parameters() if name in wanted)
         lora = {f"{name}.weight": layer for name, layer in lora.items()}
     else:
-        apart = tuple(f"{layer.name}." for layer in sparse_layers(model)) if experts else ()
+        sparse = sparse_layers(model) if experts else []
+        apart = tuple(f"{layer.name}.{part}." for layer in sparse for part in ("experts", "router", "gate"))
         encoder = tuple(
             name
             for name, _ in model.named_parameters()

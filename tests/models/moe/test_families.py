@@ -7,11 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.models.moe.bases import save_base
 from tests.models.moe.exactness import COLUMNS, KINDS, measure
 from tests.models.moe.families import FAMILIES, build
 from torch import nn
 
 from confide.finetune.expert_settings import SHARED
+from confide.models.adapters import Trainable, adapt
+from confide.models.backbones import load_classifier
+from confide.models.moe.attach import attach
+from confide.models.moe.layers import sparse_layers
 
 GUIDE = Path(__file__).parents[3] / "docs" / "moe.md"
 
@@ -60,6 +65,18 @@ def test_experts_that_every_token_meets_are_shared(family: str) -> None:
     blocks = 4 if family == "Switch" else 2
     projections = 5 if family.startswith("DeepSeek") else 4
     assert len(shared) == blocks * projections + ALWAYS_ACTIVE.get(family, 0)
+
+
+def test_without_lora_they_are_trained_with_the_rest_of_their_block(tmp_path: Path) -> None:
+    base = save_base("Qwen2-MoE", ["a fine play"], tmp_path / "base")
+    classifier = load_classifier(base, ("a", "b"), seed=0)
+    layer = sparse_layers(classifier.model)[-1]
+    attach(layer)
+    adapted = adapt(classifier, Trainable(kind="blocks", blocks=2), 0, (layer,))
+    names = [name for name in adapted.encoder if ".mlp." in name]
+    assert len(names) == 2 * 4
+    assert all(".mlp.shared_expert" in name for name in names)
+    assert all(f"{layer.name}.experts." in name for name in adapted.expert_parameters)
 
 
 def test_the_guide_names_every_family_with_finite_bounds() -> None:
