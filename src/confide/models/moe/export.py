@@ -67,7 +67,7 @@ def write_adapter(adapted: Adapted, folder: Path) -> None:
         a, b = lora_factors(module)
         tensors |= {f"{_PREFIX}{path}.lora_A.weight": a, f"{_PREFIX}{path}.lora_B.weight": b}
         if (len(a), lora_scale(module)) != (lora.rank, lora.scale):
-            rank[path], alpha[path] = len(a), len(a) * lora_scale(module)
+            rank[name], alpha[name] = len(a), len(a) * lora_scale(module)
     model = adapted.classifier.model
     tensors |= {f"{_PREFIX}{name}": model.get_parameter(name) for name in adapted.head}
     parameters = [name for layer, experts in layers for name in _parameters(layer, experts)]
