@@ -40,7 +40,7 @@ def raptor(confide: Confide, reviews: Path, corpus: Path, tmp_path: Path) -> Con
 
     def run(base: Path, *arguments: object) -> Answer:
         given = ("--base", base, "--data", reviews, "--out", tmp_path / "run", "--dataset", "reviews-2026")
-        return confide("train", "--method", "raptor", *given, *QUICK[:-4], "--rank", 2, *arguments)
+        return confide("train", "--method", "raptor", *given, *QUICK, *arguments)
 
     return run
 

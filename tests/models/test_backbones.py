@@ -114,13 +114,14 @@ def test_loading_leaves_the_generator_alone(tiny_base: Path) -> None:
     assert torch.equal(before, torch.random.get_rng_state())
 
 
-def test_decoder_and_encoder_decoder_are_refused(tmp_path: Path) -> None:
-    gpt = GPT2ForSequenceClassification(
-        GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=1, n_positions=8)
-    )
-    gpt.save_pretrained(tmp_path / "gpt")
-    with pytest.raises(ModelError, match=r"'gpt2' model, which is not an encoder"):
-        load_classifier(tmp_path / "gpt", LABELS, seed=0)
+def test_a_base_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    config = GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=1, n_positions=8)
+    GPT2ForSequenceClassification(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="holds no tokenizer"):
+        load_classifier(tmp_path, LABELS, seed=0)
+
+
+def test_classifiers_of_two_parts_and_encoders_turned_decoders_are_refused(tmp_path: Path) -> None:
     t5 = T5ForSequenceClassification(
         T5Config(
             vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=1, decoder_start_token_id=0
@@ -173,7 +174,7 @@ def test_code_in_a_base_is_never_run(copy: Path) -> None:
 def test_a_truncated_file_is_one_clear_error(copy: Path, file: str) -> None:
     content = (copy / file).read_bytes()
     (copy / file).write_bytes(content[: len(content) // 2])
-    with pytest.raises(ModelError, match="can't be loaded") as caught:
+    with pytest.raises(ModelError, match=r"can't be (loaded|read)") as caught:
         load_classifier(copy, LABELS, seed=0)
     assert "\n" not in str(caught.value)
 

@@ -282,7 +282,10 @@ def _tokenizer(folder: Path, config: Any, problem: Problem) -> Any:
     spaced = (
         {"add_prefix_space": True} if problem.target == "tokens" and config.model_type in _BYTE_LEVEL else {}
     )
-    return _read(AutoTokenizer, folder, **spaced)
+    tokenizer = _read(AutoTokenizer, folder, **spaced)
+    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # transformers makes up an empty one
+        raise ModelError(f"{folder} holds no tokenizer; copy the files of the one that it was trained with")
+    return tokenizer
 
 
 _LEFT_OVER = re.compile(r"\.attn\.(masked_)?bias$|\.EncDecAttention\.relative_attention_bias\.weight$")

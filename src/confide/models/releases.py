@@ -28,7 +28,7 @@ def load_release(folder: Path, task: str | None = None) -> tuple[Classifier, Hea
     verify(folder)
     info = format.read(folder)
     head = info.head(task) if task is not None else info.only_head()
-    if not head.labels and head.problem.target != "number":
+    if not head.labels and head.problem.target not in ("number", "text"):
         raise ReleaseError(
             f"{folder}: the head for {head.task} is no classifier; `confide export` writes its model, which "
             "transformers loads"
