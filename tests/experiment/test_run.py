@@ -221,10 +221,8 @@ def test_merges_by_released_statistics(tiny_base: Path, sentences: Sentences, tm
         methods={
             "by-grams": asked | {"release_statistics": "grams"},
             "by-fisher": asked | {"release_statistics": "fisher"},
-            "plain": {"method": "dp-merging"},
         },
         merges=[
-            {"operator": "average"},
             {"operator": "regmean", "statistics": "released"},
             {"operator": "fisher", "statistics": "released"},
         ],
@@ -232,13 +230,7 @@ def test_merges_by_released_statistics(tiny_base: Path, sentences: Sentences, tm
     )
     study = run(plan, tmp_path / "out", silent)
     merged = [(row.method, row.operator) for row in study.rows if row.operator != "individual"]
-    assert merged == [
-        ("by-grams", "average"),
-        ("by-grams", "regmean"),
-        ("by-fisher", "average"),
-        ("by-fisher", "fisher"),
-        ("plain", "average"),
-    ]
+    assert merged == [("by-grams", "regmean"), ("by-fisher", "fisher")]
     for method, operator, purpose in (("by-grams", "regmean", "gram"), ("by-fisher", "fisher", "fisher")):
         folder = tmp_path / f"out/merged/{method}-{operator}-seed-0"
         report = json.loads((folder / "merge-report.json").read_text())
