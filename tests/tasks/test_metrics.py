@@ -36,6 +36,7 @@ def test_numbers_agree_with_scipy(rows: list[tuple[int, int]]) -> None:
 def test_in_words() -> None:
     assert in_words("macro-f1", 0.875) == "macro-f1 87.5 %"
     assert in_words("rmse", 12.34567) == "rmse 12.35"
+    assert in_words("perplexity", 12.34567) == "perplexity 12.35"
 
 
 def test_bounds() -> None:
