@@ -12,6 +12,7 @@ pairs = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, ma
 
 
 @given(pairs)
+@settings(deadline=None)
 def test_agrees_with_scikit_learn(rows: list[tuple[int, int]]) -> None:
     predictions, labels = np.array(rows).T
     assert score("accuracy", predictions, labels) == pytest.approx(
