@@ -120,7 +120,7 @@ def by_hand(release: Path, loader: str) -> tuple[float, float]:
     ("kind", "trainable", "more"),
     [
         ("gpt2", "lora", ()),
-        ("llama", "all", ("--method", "dp-adamw")),
+        pytest.param("llama", "all", ("--method", "dp-adamw"), marks=pytest.mark.slow),
         pytest.param("gpt2", "all", (), marks=pytest.mark.slow),
         pytest.param("gpt2", "blocks", (), marks=pytest.mark.slow),
         pytest.param("llama", "lora", (), marks=pytest.mark.slow),
@@ -191,7 +191,11 @@ def test_answers_of_an_encoder_and_decoder(
 
 @pytest.mark.parametrize(
     ("trainable", "masked"),
-    [("all", True), pytest.param("lora", True, marks=pytest.mark.slow), ("blocks", False)],
+    [
+        ("all", True),
+        pytest.param("lora", True, marks=pytest.mark.slow),
+        pytest.param("blocks", False, marks=pytest.mark.slow),
+    ],
 )
 def test_texts_themselves(
     confide: Confide,
@@ -251,7 +255,11 @@ def test_a_merge_of_two_language_models(
 
 @pytest.mark.parametrize(
     ("kind", "trainable"),
-    [("gpt2", "all"), ("llama", "lora"), pytest.param("llama", "all", marks=pytest.mark.slow)],
+    [
+        ("gpt2", "all"),
+        pytest.param("llama", "lora", marks=pytest.mark.slow),
+        pytest.param("llama", "all", marks=pytest.mark.slow),
+    ],
 )
 def test_classes_with_a_decoder(
     confide: Confide, learn: Callable[..., Answer], answers: Path, tmp_path: Path, kind: str, trainable: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from confide.finetune.memory import _Live, micro_batch_tokens
 from confide.finetune.run import FineTuned, PublicBase, finetune, prepare
 from confide.finetune.settings import Settings
 from confide.models.backbones import load_classifier
+from confide.release.format import Problem
 from confide.sizes import bytes_of
 from confide.tasks.records import TaskData
 
@@ -77,6 +79,15 @@ def test_an_impossible_budget_says_what_would_do(
     assert micro_batch_tokens(bytes_of(enough, "memory"), adapted, schedule, **values) >= 4 * 16
 
 
+def test_logits_of_a_language_model_take_a_quarter_of_a_gibibyte(tiny_base: Path) -> None:
+    classifier = load_classifier(tiny_base, ("a", "b"), 0)
+    config: Any = classifier.model.config
+    config.vocab_size = 49_152
+    assert memory.usual_tokens(classifier) == 8192
+    writes = replace(classifier, problem=Problem(target="text", objective="causal"))
+    assert memory.usual_tokens(writes) * 49_152 * 4 == pytest.approx(2**28, rel=1e-3)
+
+
 def test_the_size_of_micro_batches_changes_rounding_only(
     tiny_base: Path, make_task: MakeTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,7 +108,7 @@ def test_the_size_of_micro_batches_changes_rounding_only(
     monkeypatch.setattr(run, "micro_batches", watch)
     values = []
     for tokens in (16, 10_000):
-        monkeypatch.setattr(run, "micro_batch_tokens", lambda *_, tokens=tokens, **__: tokens)
+        monkeypatch.setattr(memory, "micro_batch_tokens", lambda *_, tokens=tokens, **__: tokens)
         parts.clear()
         tuned = tune(tiny_base, make_task(), memory="8GiB", optimizer="sgd", learning_rate=0.1)
         assert min(parts) > 5 if tokens == 16 else max(parts) == 1

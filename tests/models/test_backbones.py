@@ -15,8 +15,6 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     BertModel,
-    GPT2Config,
-    GPT2ForSequenceClassification,
     RobertaConfig,
     RobertaModel,
     T5Config,

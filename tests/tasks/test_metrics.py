@@ -12,6 +12,7 @@ pairs = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, ma
 
 
 @given(pairs)
+@settings(deadline=None)
 def test_agrees_with_scikit_learn(rows: list[tuple[int, int]]) -> None:
     predictions, labels = np.array(rows).T
     assert score("accuracy", predictions, labels) == pytest.approx(
@@ -36,6 +37,7 @@ def test_numbers_agree_with_scipy(rows: list[tuple[int, int]]) -> None:
 def test_in_words() -> None:
     assert in_words("macro-f1", 0.875) == "macro-f1 87.5 %"
     assert in_words("rmse", 12.34567) == "rmse 12.35"
+    assert in_words("perplexity", 12.34567) == "perplexity 12.35"
 
 
 def test_bounds() -> None:

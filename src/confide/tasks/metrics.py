@@ -92,4 +92,4 @@ def in_words(metric: Metric, value: float) -> str:
     return f"{metric} {value:.4g}" if plain else f"{metric} {100 * value:.1f} %"
 
 
-_ALL = dict.fromkeys(name for names in METRICS.values() for name in names)
+_ALL = dict.fromkeys(name for names in METRICS.values() for name in names if name != "perplexity")
