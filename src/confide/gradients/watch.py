@@ -187,8 +187,8 @@ class Watch:
         wide = next(iter(use.site.module.parameters())).dtype  # wider than what autocast passed around
         tensors = tuple(_widened(tensor, wide) for tensor in tensors)
         gradients = {place: _widened(gradient, wide) for place, gradient in gradients.items()}
-        shapes = (use.site, again.names, *(tensor.shape[1:] for tensor in tensors))
-        if shapes in self._entrywise:
+        shapes = (use.site, use.given, again.names, *(tensor.shape[1:] for tensor in tensors))
+        if not before and shapes in self._entrywise:
             return again.by_entry(tensors, gradients, self.width, self._entrywise[shapes])
         found, outputs = again.gradients(tensors, gradients, self.width)
         if before:
