@@ -28,7 +28,7 @@ from confide.models.backbones import Classifier, load_classifier
 from confide.privacy.streams import Clipping, Schedule
 from confide.privacy.units import UnitMap
 from confide.tasks.records import TaskData
-from confide.tasks.text import encode, packs
+from confide.tasks.text import Encoded, encode, packs
 
 from .conftest import ROWS, Bound, stream_for
 
@@ -67,6 +67,10 @@ def test_the_shape_follows_from_public_numbers() -> None:
     assert Shape.of(64, tokens=8192, expected=1024, rows_per_unit=1) == Shape(128, 64)
     assert Shape.of(64, tokens=8192, expected=15, rows_per_unit=1) == Shape(23, 64)
     assert Shape.of(512, tokens=1024, expected=100, rows_per_unit=8) == Shape(8, 512)
+    batch = Shape(2, 9).batch(Encoded(np.arange(15, dtype=np.int32), np.array([0, 4, 15]), 0))
+    assert batch(np.array([0]))["input_ids"].shape == (1, 9)
+    with pytest.raises(ModelError, match="more than 9 tokens"):
+        batch(np.array([0, 1]))
 
 
 @pytest.mark.parametrize(

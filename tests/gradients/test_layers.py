@@ -578,6 +578,55 @@ def test_checkpointing_still_saves_memory() -> None:
         engine.add(losses, torch.arange(2), 2, Clipping("flat", 1.0))
 
 
+class Maskable(nn.Module):
+    """As in MPNet: the layers get no mask where nothing is padded."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.bias = nn.Linear(3, 3), nn.Embedding(9, 1)
+
+        def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+            place = torch.arange(x.shape[1])
+            bias = self.bias((place[:, None] - place[None]).abs())[..., 0]
+            if mask is not None:
+                x = x * mask[..., None]
+            return self.layer(torch.einsum("st,bth->bsh", bias, x)).tanh()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Maskable.Inner()
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.inner(x, None if bool(mask.all()) else mask) * mask[..., None]
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("length", [3, 4, 8])
+def test_a_mask_that_is_left_out_where_nothing_is_padded(first: bool, length: int) -> None:
+    """Whichever comes first, a batch with padding or one without, and if there is one row only."""
+    torch.manual_seed(0)
+    model = Maskable().double()
+    names = dict(model.named_parameters())
+    engine = Engine(model, names)
+    padded = torch.ones(4, length, dtype=torch.float64)
+    padded[1, 2:], padded[3, 1:] = 0, 0
+    whole = torch.ones(4, length, dtype=torch.float64)
+    masks = [padded, whole[:1], whole, padded[1:3]] if first else [whole[:1], whole, padded, whole[1:]]
+    for mask in masks:
+        x = torch.randn(len(mask), length, 3, dtype=torch.float64)
+        expected = {name: torch.zeros_like(value) for name, value in names.items()}
+        for row in range(len(mask)):
+            loss = model(x[[row]], mask[[row]]).square().sum()
+            grads = dict(zip(names, torch.autograd.grad(loss, list(names.values())), strict=True))
+            factor = min(1.0, 0.3 / norm_of(grads))
+            expected = {name: value + factor * grads[name] for name, value in expected.items()}
+        with engine:
+            losses = model(x, mask).square().sum((1, 2))
+            engine.add(losses, torch.arange(len(x)), len(x), Clipping("flat", 0.3))
+        assert difference(engine.take(), expected) < 1e-9
+
+
 RULES = {
     "flat": Clipping("flat", 0.25),
     "normalised": Clipping("normalised", 0.25, 1e-3),

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -60,10 +59,23 @@ class Shape:
         return cls(max(rows_per_unit, min(tokens // width, drawn)), width)
 
     def batch(self, inputs: Source) -> Callable[[npt.NDArray[np.int64]], Batch]:
-        """Rows → inputs of this width. An image always has its own."""
-        if isinstance(inputs, Encoded | Features):
-            return partial(inputs.batch, width=self.width)
-        return inputs.batch
+        """Rows → inputs of this width. An image always has its own.
+
+        Raises:
+            ModelError: when called: a record is longer.
+        """
+        if not isinstance(inputs, Encoded | Features):
+            return inputs.batch
+
+        def call(rows: npt.NDArray[np.int64]) -> Batch:
+            batch = inputs.batch(rows, width=self.width)
+            if any(value.shape[1] != self.width for value in batch.values()):
+                raise ModelError(
+                    f"a record has more than {self.width} tokens, the width of all micro-batches"
+                )
+            return batch
+
+        return call
 
 
 def width_of(inputs: Source, max_length: int) -> int:

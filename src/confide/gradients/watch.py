@@ -60,6 +60,7 @@ class Use:
         again: how to run it again, where there is no rule.
         before: what came out, by position, where that has to be compared.
         half: it ran under autocast.
+        given: places of the tensors among the arguments, and whether each has rows.
     """
 
     site: Site
@@ -69,6 +70,7 @@ class Use:
     again: Recomputation | None = None
     before: dict[int, Tensor] = field(default_factory=dict)
     half: bool = False
+    given: tuple[tuple[int, bool], ...] = ()
     gradients: dict[int, Tensor] = field(default_factory=dict)
 
     def take(self) -> tuple[Tensor, ...]:
@@ -105,7 +107,8 @@ class Watch:
         self._model = model
         self._parameters = parameters
         self._open = ExitStack()
-        self._checked: set[Site] = set()
+        self._checked: set[tuple[Site, tuple[tuple[int, bool], ...]]] = set()
+        self._places: dict[Site, dict[int, bool]] = {}
         self._entrywise: dict[tuple[Any, ...], frozenset[str]] = {}
         self._answered: Counter[str] = Counter()
         self._asleep = False
@@ -184,13 +187,14 @@ class Watch:
         wide = next(iter(use.site.module.parameters())).dtype  # wider than what autocast passed around
         tensors = tuple(_widened(tensor, wide) for tensor in tensors)
         gradients = {place: _widened(gradient, wide) for place, gradient in gradients.items()}
-        shapes = (use.site, again.names, *(tensor.shape[1:] for tensor in tensors))
-        if shapes in self._entrywise:
+        shapes = (use.site, use.given, again.names, *(tensor.shape[1:] for tensor in tensors))
+        if not before and shapes in self._entrywise:
             return again.by_entry(tensors, gradients, self.width, self._entrywise[shapes])
         found, outputs = again.gradients(tensors, gradients, self.width)
-        if use.site not in self._checked:
+        if before:
             check_same(outputs, before, str(use.site), half=use.half)
-            self._checked.add(use.site)
+            if self.width > 1:  # a row that is alone says little about rows
+                self._checked.add((use.site, use.given))
         self._entrywise[shapes] = again.entrywise(tensors, gradients, found)
         return found
 
@@ -294,24 +298,42 @@ class Watch:
         arguments, tensors = take_apart(leaves)
         returned, output_spec = tree_flatten(output)
         places = [index for index, leaf in enumerate(returned) if isinstance(leaf, Tensor)]
-        if len(tensors) != len(site.has_rows) or max(site.outputs) >= len(places):
-            raise ModelError(f"{site} was called with other arguments than in the first forward pass")
-        for tensor, has_rows in zip(tensors, site.has_rows, strict=True):
-            if has_rows:
+        if max(site.outputs) >= len(places):
+            raise ModelError(f"{site} returned something else than in the first forward pass")
+        given = self._given(site, leaves)
+        has_rows = tuple(kind for _, kind in given)
+        for tensor, kind in zip(tensors, has_rows, strict=True):
+            if kind:
                 self._check_shape(site, tensor)
-        again = Recomputation(site.module, tuple(names), arguments, spec, site.has_rows, site.steady)
-        use = Use(site, names, _kept(tensors), len(site.outputs), again)
+        again = Recomputation(site.module, tuple(names), arguments, spec, has_rows, site.steady)
+        use = Use(site, names, _kept(tensors), len(site.outputs), again, given=given)
         use.half = any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
         self._note(use)
         for index in site.outputs:
             value = returned[places[index]]
             self._check_shape(site, value)
-            if site not in self._checked:
+            if (site, given) not in self._checked:
                 use.before[index] = value.detach().clone()
             if len(site.outputs) > 1 or any(value is leaf for leaf in leaves):
                 value = value.clone()  # inside the module others may have read the same tensor
             returned[places[index]] = self._wait_for(use, index, value)
         return tree_unflatten(returned, output_spec)
+
+    def _given(self, site: Site, leaves: list[Any]) -> tuple[tuple[int, bool], ...]:
+        """Places of tensors among the arguments, and whether each has rows.
+
+        As planned, in the order of the first call. An argument may come and go: masks are left out where
+        nothing is padded. Whether a new one has rows is guessed by its length, and what comes out compared.
+        """
+        tensors = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+        if site not in self._places:
+            fits = len(tensors) == len(site.has_rows)
+            self._places[site] = dict(zip(tensors, site.has_rows, strict=True)) if fits else {}
+        planned = self._places[site]
+        return tuple(
+            (place, planned.get(place, bool(tensor.ndim) and len(tensor) % self.width == 0))
+            for place, tensor in tensors.items()
+        )
 
     def _check_shape(self, site: Site, tensor: Tensor) -> None:
         if not tensor.ndim or len(tensor) % self.width:
