@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tests.models.moe.bases import save_base
 from tests.models.moe.families import EXPERTS, FAMILIES
 
 from confide.models.backbones import load_classifier, load_trained
 from confide.models.moe.layers import sparse_layers
+from confide.release.tensors import Checkpoint
 from confide.tasks.text import encode
 
 from .conftest import QUICK, Answer
@@ -65,6 +67,8 @@ def test_from_a_base_to_a_release_and_an_adapter(
     assert ("import confide.models.moe.classifiers" in (release / "README.md").read_text()) == through
 
     plain, made = load_classifier(base, ("neg", "pos"), seed=5), load_trained(release, ("neg", "pos"))
+    names = {name.removeprefix(made.prefix) for name in Checkpoint.open(release).names}
+    assert names - set(made.head) == set(Checkpoint.open(base).names)
     assert type(made.model).__module__.startswith("transformers.") != through
     owners = json.loads((tmp_path / "run" / "private" / "owners.json").read_text(encoding="utf-8"))
     for old, new in zip(sparse_layers(plain.model), sparse_layers(made.model), strict=True):
@@ -156,8 +160,6 @@ def test_a_family_that_cannot_be_trained_is_refused_by_name(
     base = tmp_path / "base"
     base.mkdir()
     (base / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    from safetensors.torch import save_file
-
     save_file({"shared.weight": torch.ones(2)}, base / "model.safetensors")
     assert reason in raptor(base, "--layer", "last").message()
 

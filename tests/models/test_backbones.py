@@ -15,6 +15,8 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     BertModel,
+    GPT2Config,
+    GPT2ForSequenceClassification,
     RobertaConfig,
     RobertaModel,
     T5Config,
