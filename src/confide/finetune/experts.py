@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -105,7 +104,7 @@ def routing_texts(own: ExpertSettings, task: TaskData) -> tuple[str, ...]:
             "layer entropy is measured on public text: name a corpus (experts.public, --public), or choose "
             "the layer: first, last, or the number of a block"
         )
-    corpus = read_corpus(Path(own.public))
+    corpus = read_corpus(own.public)
     check_public(corpus, texts_of(task), f"task {task.name}")
     return sample(corpus, PUBLIC_TEXTS, seed=0)
 
@@ -144,7 +143,12 @@ def owners_for(
     (layer,) = adapted.experts
     held = unfinished.owners(layer.name) if unfinished else None
     if held is None:
-        held = owners_of(adapted.classifier, layer, prepared.encoded("train"), settings.experts)
+        # At the base's own weights, which all runs begin with: adapters are zero until they are trained.
+        key = (layer.name, settings.experts.vote)
+        if key not in prepared.owners:
+            encoded = prepared.encoded("train")
+            prepared.owners[key] = owners_of(adapted.classifier, layer, encoded, settings.experts)
+        held = prepared.owners[key]
         if unfinished:
             unfinished.note_owners(layer.name, held)
     if len(held) != len(prepared.task.train):
