@@ -144,7 +144,12 @@ def owners_for(
     (layer,) = adapted.experts
     held = unfinished.owners(layer.name) if unfinished else None
     if held is None:
-        held = owners_of(adapted.classifier, layer, prepared.encoded("train"), settings.experts)
+        # At the base's own weights, which all runs begin with: adapters are zero until they are trained.
+        key = (layer.name, settings.experts.vote)
+        if key not in prepared.owners:
+            encoded = prepared.encoded("train")
+            prepared.owners[key] = owners_of(adapted.classifier, layer, encoded, settings.experts)
+        held = prepared.owners[key]
         if unfinished:
             unfinished.note_owners(layer.name, held)
     if len(held) != len(prepared.task.train):

@@ -183,7 +183,7 @@ class _StreamRunner:
         generator = self.keys.noise.generator(self.stream.name, step, "count")
         count = torch.tensor([record.unclipped - record.units / 2], dtype=torch.float64)
         noisy = float(add_noise({"count": count}, self.clipping.count_noise, generator)["count"])
-        share = noisy / self.stream.denominator + 0.5
+        share = noisy / (self.stream.expected_draw or self.stream.denominator) + 0.5
         bound = next_bound(self.stream.clipping, self.clipping.bound, share)
         self.clipping = replace(self.clipping, bound=bound)
 

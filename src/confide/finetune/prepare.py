@@ -37,6 +37,8 @@ class Prepared:
 
     Attributes:
         max_length: longest record in tokens.
+        owners: (rows,) of the training records, by the name of the layer and the vote, as far as runs under
+            this base found them.
     """
 
     def __init__(self, task: TaskData, classifier: Classifier, max_length: int) -> None:
@@ -48,6 +50,7 @@ class Prepared:
         images = task.problem.inputs == "image"
         self.max_length = int(self._encoded["train"].lengths[0]) if images else max_length
         self._features: dict[tuple[Split, int], Features] = {}
+        self.owners: dict[tuple[str, str], npt.NDArray[np.int64]] = {}
 
     def tokens(self) -> Iterator[bytes]:
         """What the base's tokenizer made of every text, to be hashed; images are the same for any base."""

@@ -133,6 +133,9 @@ class Stream:
         clipping: the bound on one unit's contribution to the sum.
         noise_multiplier: σ; the noise on the sum has standard deviation σ·C. 0 trains without privacy.
         denominator: public number that divides the noisy sum (the expected batch), never a realised count.
+        expected_draw: B, the public mean size of a draw, which divides the noisy count of `adaptive`
+            clipping. None takes `denominator`; of experts with owners it must be stated, as theirs may be
+            B/E.
         ascent: where the gradient is taken. `none`: at the weights. `paired`: a noisy gradient on the
             same minibatch first moves the weights by `ascent_radius` along its direction (DP-Merging,
             equations 5 and 6). `fresh`: the same on an own draw. `lagged`: along the previous step's noisy
@@ -185,6 +188,7 @@ class Stream:
     record_power: float = 1.0
     ownership: Literal["all", "owner"] = "all"
     experts: int = 0
+    expected_draw: float | None = None
 
     def __post_init__(self) -> None:
         where = f"stream {self.name!r}"
@@ -223,10 +227,17 @@ class Stream:
                 f"{where}: {self.experts} experts share a draw so small that less than one unit is expected "
                 f"for each (the denominator is {self.denominator:g}); raise the batch"
             )
-        if self.ownership == "owner" and self.clipping.rule == "adaptive":
+        if self.expected_draw is not None and not (
+            math.isfinite(self.expected_draw) and self.expected_draw > 0
+        ):
             raise PrivacyError(
-                f"{where}: adaptive clipping takes its share of unclipped units from the denominator, which "
-                "for experts with owners need not be the expected draw; clip by `flat` or `normalised`"
+                f"{where}: the expected draw must be a positive number, not {self.expected_draw}"
+            )
+        adaptive = self.clipping.rule == "adaptive"
+        if self.ownership == "owner" and adaptive and self.expected_draw is None:
+            raise PrivacyError(
+                f"{where}: adaptive clipping divides its count of unclipped units by the expected draw, "
+                "which for experts with owners need not be the denominator; state expected_draw"
             )
         if not 0 <= self.warmup < self.steps:
             raise PrivacyError(f"{where}: a warmup of {self.warmup} steps doesn't fit into {self.steps}")
