@@ -49,6 +49,8 @@ class ExpertSettings(BaseModel):
         denominator: what divides each expert's noisy sum: `even`, B/E, or `batch`, B.
         record_weight: `residual` multiplies a record's loss by (1 − p)^`record_power`; or `none`.
         record_power: γ.
+        record_memory: β of the exponential mean of 1 − p over the steps that drew the record; 0 takes this
+            step's alone.
         shared_share: ρ, the shared stream's share of the budget, read as `split` says.
         split: see `privacy.splits.split`.
     """
@@ -67,6 +69,7 @@ class ExpertSettings(BaseModel):
     denominator: Literal["even", "batch"] = "even"
     record_weight: Literal["residual", "none"] = "residual"
     record_power: float = Field(default=1.0, gt=0)
+    record_memory: float = Field(default=0.0, ge=0, lt=1)
     shared_share: float = Field(default=0.9, gt=0, lt=1)
     split: Rule = "shared_share"
 

@@ -77,6 +77,7 @@ def schedule(settings: Settings, adapted: Adapted, units: int, batch: int, unit:
         denominator=denominator,
         record_weight=own.record_weight,
         record_power=own.record_power,
+        record_memory=own.record_memory,
         ownership="owner",
         experts=count,
     )
@@ -96,6 +97,7 @@ def schedule(settings: Settings, adapted: Adapted, units: int, batch: int, unit:
                 ownership="owner" if owned else "all",
                 record_weight=own.record_weight if owned else "none",
                 record_power=own.record_power if owned else 1.0,
+                record_memory=own.record_memory if owned else 0.0,
             )
             streams = (together,)
         case _:

@@ -160,6 +160,9 @@ class Stream:
             at the weights where the gradient is taken (RAPTOR, arXiv 2609.05770). A constant of that record
             alone, so that it changes nothing about the bound; private.
         record_power: γ of `residual`.
+        record_memory: β of `residual`: 1 − p is replaced by its exponential mean over the steps that drew the
+            record, before the power. 0 remembers nothing. What a record adds still depends on that record,
+            its own draws and the models so far alone, and is clipped, so the price is the same.
         ownership: which experts' parameters a record reaches: `all`, or `owner`, one expert's. The vector of
             all experts together is what is clipped, so that the owner never shows in the price.
         experts: E of the layer whose experts are among the parameters; 0 for none. Public.
@@ -186,6 +189,7 @@ class Stream:
     sampling: str = "poisson"
     record_weight: Literal["none", "residual"] = "none"
     record_power: float = 1.0
+    record_memory: float = 0.0
     ownership: Literal["all", "owner"] = "all"
     experts: int = 0
     expected_draw: float | None = None
@@ -220,6 +224,10 @@ class Stream:
             raise PrivacyError(f"{where}: weight decay pulls to 0, an anchor to the base; choose one")
         if not (math.isfinite(self.record_power) and self.record_power > 0):
             raise PrivacyError(f"{where}: record_power must be a positive number, not {self.record_power}")
+        if not 0 <= self.record_memory < 1:
+            raise PrivacyError(f"{where}: record_memory must lie in [0, 1), not {self.record_memory}")
+        if self.record_memory and (self.record_weight == "none" or self.ascent != "none"):
+            raise PrivacyError(f"{where}: record_memory is for residual weights, and for no ascent")
         if self.experts < 0 or (self.ownership == "owner" and not self.experts):
             raise PrivacyError(f"{where}: ownership `owner` needs the number of experts, not {self.experts}")
         if self.ownership == "owner" and self.denominator < 1:
