@@ -170,23 +170,46 @@ def test_weights_are_those_of_autograd_record_by_record(make: Make, case: str) -
         assert torch.equal(found[name], before[name]), f"{name} is not trained, but changed"
 
 
-@pytest.mark.parametrize("variant", ["raptor", "one-stream"])
-def test_the_bound_of_what_all_records_share_follows_a_noisy_count(make: Make, variant: str) -> None:
-    more = {"clipping": "adaptive", "clipping_bound": 0.1, "count_noise": 0.4, "clipping_quantile": 0.7}
-    bound = make(settings_of(variant=variant, more=more))
-    lead = bound.schedule.streams[0]
-    assert (lead.clipping.rule, lead.denominator) == ("adaptive", 6.0)
+@pytest.mark.parametrize(
+    ("variant", "adaptive", "denominator"),
+    [
+        ("raptor", "shared", 6.0),
+        ("raptor", "experts", 1.5),
+        ("one-draw", "experts", 1.5),
+        ("experts-only", "experts", 1.5),
+        ("one-stream", "all", 6.0),
+        ("one-clip", "all", 6.0),
+    ],
+)
+def test_an_adaptive_bound_follows_a_noisy_count_over_the_expected_draw(
+    make: Make, variant: str, adaptive: str, denominator: float
+) -> None:
+    """The experts' sum is divided by B/E, but their count by B: it is of all records in the draw."""
+    more = {"count_noise": 0.4, "clipping_quantile": 0.7}
+    if adaptive == "experts":
+        chosen = settings_of(variant=variant, more=more, clipping="adaptive")
+    else:
+        more |= {"clipping": "adaptive", "clipping_bound": 0.05}
+        chosen = settings_of(variant=variant, more=more)
+    bound = make(chosen)
+    (lead,) = (stream for stream in bound.schedule.streams if stream.name == adaptive)
+    assert (lead.clipping.rule, lead.denominator, lead.expected_draw) == ("adaptive", denominator, 6.0)
     steps = train(bound.binding, bound.schedule.with_noise(0.5), KEYS).steps
-    expected = 0.1
+    expected = 0.05
     for step, record in enumerate(record for record in steps if record.stream == lead.name):
         assert record.bound == pytest.approx(expected, rel=1e-12)
         zero = {"n": torch.zeros(1, dtype=torch.double)}
         drawn = noise.add_noise(zero, 0.4, KEYS.noise.generator(lead.name, step, "count"))["n"]
         share = (record.unclipped - record.units / 2 + float(drawn)) / 6 + 0.5
         expected *= float(np.exp(-0.2 * (share - 0.7)))
-    assert {record.bound for record in steps if record.stream == "experts"} <= {0.05}
+    assert all(
+        len({r.bound for r in steps if r.stream == s.name}) == 1 for s in bound.schedule.streams if s != lead
+    )
     counts = [event for event in leaves(bound.schedule.event()) if isinstance(event, PoissonGaussian)]
     assert any(0.8 in event.noise_multipliers for event in counts)
+    (draw,) = (event for event in counts if 0.8 in event.noise_multipliers)
+    streams = len([stream for stream in bound.schedule.streams if stream.draw == lead.draw])
+    assert (len(draw.noise_multipliers), draw.steps) == (1 + streams, 3)
 
 
 def test_streams_have_their_own_draws_bounds_and_public_denominators(make: Make) -> None:
@@ -388,12 +411,10 @@ def test_refusals(make: Make, sparse_base: Path, tiny_base: Path, make_task: Cal
         Settings.of({"method": "raptor", "experts": {"shared_shar": 0.8}})
     with pytest.raises(ConfigError, match="release_statistics knows none of experts"):
         Settings.of({"method": "raptor", "release_statistics": "grams"})
-    with pytest.raises(ConfigError, match="Input should be 'flat' or 'normalised'"):
-        Settings.of({"method": "raptor", "experts": {"clipping": "adaptive"}})
+    with pytest.raises(ConfigError, match="Input should be 'flat', 'normalised' or 'adaptive'"):
+        Settings.of({"method": "raptor", "experts": {"clipping": "per-role"}})
     with pytest.raises(ConfigError, match="clips the experts with them"):
         make(settings_of(variant="one-stream", more={"clipping": "per-role"}))
-    with pytest.raises(PrivacyError, match="need not be the expected draw"):
-        make(settings_of(variant="one-clip", more={"clipping": "adaptive"}))
 
 
 def test_a_stream_of_owners_says_how_many_experts(make: Make) -> None:
@@ -402,7 +423,11 @@ def test_a_stream_of_owners_says_how_many_experts(make: Make) -> None:
         ({"experts": 0}, "needs the number of experts"),
         ({"denominator": 0.75}, "raise the batch"),
         ({"record_power": 0.0}, "record_power"),
-        ({"clipping": Clipping("adaptive", 1.0, count_noise=1.0)}, "need not be the expected draw"),
+        (
+            {"clipping": Clipping("adaptive", 1.0, count_noise=1.0), "expected_draw": None},
+            "state expected_draw",
+        ),
+        ({"expected_draw": 0.0}, "expected draw must be a positive number"),
         ({"clipping": Clipping("none", 1.0), "noise_multiplier": 1.0}, "protects nobody"),
     ):
         with pytest.raises(PrivacyError, match=message):

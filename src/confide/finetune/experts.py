@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from confide.errors import ConfigError, ModelError, ResumeError
 from confide.finetune.expert_settings import ExpertSettings
-from confide.finetune.prepare import Prepared
+from confide.finetune.prepare import Prepared, forward_of
 from confide.finetune.public_routing import batches, public_routing
 from confide.finetune.settings import Settings
 from confide.gradients.engine import Engine
@@ -30,7 +30,6 @@ from confide.models.moe.selection import select
 from confide.privacy.streams import Clipping, Schedule, Stream
 from confide.tasks.corpus import check_public, read_corpus, sample, texts_of
 from confide.tasks.records import TaskData
-from confide.tasks.text import Encoded
 
 if TYPE_CHECKING:
     from confide.finetune.checkpoint import Unfinished
@@ -109,17 +108,18 @@ def routing_texts(own: ExpertSettings, task: TaskData) -> tuple[str, ...]:
     return sample(corpus, PUBLIC_TEXTS, seed=0)
 
 
-def owners_of(
-    classifier: Classifier, layer: SparseLayer, encoded: Encoded, own: ExpertSettings
-) -> npt.NDArray[np.int64]:
-    """(rows,) owners of all records at the current weights, in float32. Private.
+def owners_of(prepared: Prepared, adapted: Adapted, own: ExpertSettings) -> npt.NDArray[np.int64]:
+    """(rows,) owners of all training records at the current weights, in float32. Private.
 
     To be computed once, before the first step, and kept.
     """
-    model: Any = classifier.model
-    if any(parameter.dtype != torch.float32 for parameter in model.parameters()):
+    (layer,) = adapted.experts
+    classifier = adapted.classifier
+    if any(parameter.dtype != torch.float32 for parameter in classifier.model.parameters()):
         raise ModelError("owners are computed in float32; load the model so")
-    found = owner_maps([layer], lambda batch: model(**batch), batches(encoded), len(encoded), own.vote)
+    inputs = prepared.inputs(classifier, adapted.first_block, "train")
+    _, forward = forward_of(classifier, adapted.first_block, inputs)
+    found = owner_maps([layer], forward, batches(inputs), len(inputs), own.vote)
     return found[layer.name]
 
 
@@ -146,8 +146,7 @@ def owners_for(
         # At the base's own weights, which all runs begin with: adapters are zero until they are trained.
         key = (layer.name, settings.experts.vote)
         if key not in prepared.owners:
-            encoded = prepared.encoded("train")
-            prepared.owners[key] = owners_of(adapted.classifier, layer, encoded, settings.experts)
+            prepared.owners[key] = owners_of(prepared, adapted, settings.experts)
         held = prepared.owners[key]
         if unfinished:
             unfinished.note_owners(layer.name, held)

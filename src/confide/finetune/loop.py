@@ -22,7 +22,7 @@ from confide.gradients.engine import Engine
 from confide.gradients.expert_engine import ExpertEngine
 from confide.gradients.keys import Keys
 from confide.gradients.noise import add_noise
-from confide.gradients.residual import residual_weights
+from confide.gradients.residual import remembered, residual_weights
 from confide.gradients.sampling import poisson_draw
 from confide.privacy.streams import Schedule, Stream
 
@@ -66,8 +66,8 @@ class State:
     Attributes:
         step: steps done.
         tensors: trained weights (`weights/NAME`), the optimizer's (`optimizer/KEY/NAME`), the last noisy
-            gradient of `lagged` ascents (`gradient/NAME`), and the bound of `adaptive` clipping
-            (`bound/STREAM`).
+            gradient of `lagged` ascents (`gradient/NAME`), the bound of `adaptive` clipping
+            (`bound/STREAM`), and what is remembered of records (`memory/STREAM`). Private.
         history: so far. Private.
     """
 
@@ -159,6 +159,9 @@ class _StreamRunner:
         self.noise_variance = 0.0  # of each value of `gradient`
         self.gradient: dict[str, Tensor] = {}
         self.optimizer = optimizer_of(stream, self.parameters)
+        self.memory = (  # each row's mean weight
+            torch.full((len(binding.labels),), math.nan) if stream.record_memory else None
+        )
 
     def query(self, step: int) -> StepRecord:
         """Fill `gradient` with this step's noisy mean gradient."""
@@ -183,7 +186,7 @@ class _StreamRunner:
         generator = self.keys.noise.generator(self.stream.name, step, "count")
         count = torch.tensor([record.unclipped - record.units / 2], dtype=torch.float64)
         noisy = float(add_noise({"count": count}, self.clipping.count_noise, generator)["count"])
-        share = noisy / self.stream.denominator + 0.5
+        share = noisy / (self.stream.expected_draw or self.stream.denominator) + 0.5
         bound = next_bound(self.stream.clipping, self.clipping.bound, share)
         self.clipping = replace(self.clipping, bound=bound)
 
@@ -220,6 +223,8 @@ class _StreamRunner:
                 yield f"gradient/{name}", self.gradient[name]
         if self.clipping.rule == "adaptive":
             yield f"bound/{self.stream.name}", torch.tensor(self.clipping.bound, dtype=torch.float64)
+        if self.memory is not None:
+            yield f"memory/{self.stream.name}", self.memory
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
         """Continue from what `tensors` gave."""
@@ -233,6 +238,8 @@ class _StreamRunner:
                 self.parameters[name].data.copy_(value)
             elif kind == "bound" and name == self.stream.name:
                 self.clipping = replace(self.clipping, bound=float(value))
+            elif kind == "memory" and name == self.stream.name:
+                self.memory = value.clone()
         # In this order the norm of a direction is summed.
         kept = {name: f"gradient/{name}" for name in self.parameters}
         self.gradient = {name: tensors[key].clone() for name, key in kept.items() if key in tensors}
@@ -318,8 +325,15 @@ class _StreamRunner:
         outputs, labels = self.binding.forward(batch), self.binding.labels[torch.from_numpy(rows)]
         losses = self.binding.loss(outputs, labels)
         if self.stream.record_weight == "residual":
-            losses = losses * residual_weights(outputs, labels, self.stream.record_power).to(losses.dtype)
+            losses = losses * self._residual(rows, outputs, labels).to(losses.dtype)
         return losses
+
+    def _residual(self, rows: Units, outputs: Tensor, labels: Tensor) -> Tensor:
+        if self.memory is None:
+            return residual_weights(outputs, labels, self.stream.record_power)
+        now = residual_weights(outputs, labels)
+        kept = remembered(self.memory, torch.from_numpy(rows), now, self.stream.record_memory)
+        return kept**self.stream.record_power
 
 
 @contextmanager
