@@ -61,7 +61,7 @@ def micro_batch_tokens(
     width = kept_tokens(adapted.classifier, adapted.first_block, row) if kept else int(row.lengths[0])
     few, many = (_peak(adapted, schedule, bool(kept), rows, max_length) for rows in (_FEW, _MANY))
     per_token = max(1.0, _MARGIN * (many - few) / ((_MANY - _FEW) * width))
-    fixed = _process() + kept + _held(adapted, schedule) + max(0.0, few - per_token * _FEW * width)
+    fixed = peak_bytes() + kept + _held(adapted, schedule) + max(0.0, few - per_token * _FEW * width)
     least = rows_per_unit * width
     tokens = int((budget - fixed) / per_token)
     if tokens < least:
@@ -73,7 +73,7 @@ def micro_batch_tokens(
     return tokens
 
 
-def _process() -> int:
+def peak_bytes() -> int:
     """The most memory that the process has had."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak * (1 if sys.platform == "darwin" else 1024)
