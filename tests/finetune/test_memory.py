@@ -57,7 +57,7 @@ def test_what_lives_at_once_is_counted() -> None:
 def test_more_memory_gives_larger_micro_batches(
     tiny_base: Path, make_task: MakeTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "_process", lambda: 100 * 2**20)
+    monkeypatch.setattr(memory, "peak_bytes", lambda: 100 * 2**20)
     adapted, schedule = plan(tiny_base, make_task())
     before = [parameter.clone() for parameter in adapted.classifier.model.parameters()]
 
@@ -76,7 +76,7 @@ def test_more_memory_gives_larger_micro_batches(
 def test_an_impossible_budget_says_what_would_do(
     tiny_base: Path, make_task: MakeTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "_process", lambda: 100 * 2**20)
+    monkeypatch.setattr(memory, "peak_bytes", lambda: 100 * 2**20)
     adapted, schedule = plan(tiny_base, make_task())
     values: dict[str, Any] = {"kept": 0, "max_length": 16, "rows_per_unit": 4}
     with pytest.raises(ConfigError, match=r"memory is 50 MiB.*at least \d+MiB") as refused:

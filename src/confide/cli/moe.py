@@ -1,4 +1,4 @@
-"""`confide moe`: what mixtures of experts need before they are trained; all of it on public text."""
+"""`confide moe`: what mixtures of experts need before they are trained, on public text; and `diagnose`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from confide.cli.diagnose import diagnose
 from confide.cli.output import print_json, print_table
 from confide.cli.progress import progress_bars
 
-app = typer.Typer(help="Prepare mixtures of experts, on public text.", no_args_is_help=True)
+app = typer.Typer(help="Prepare mixtures of experts, on public text, and diagnose.", no_args_is_help=True)
+app.command("diagnose")(diagnose)
 
 Corpus = Annotated[
     Path, typer.Option(help="Public texts, one a line, or `brown`. Nothing read here is charged.")

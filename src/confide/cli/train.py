@@ -145,6 +145,10 @@ def train(
     record_weight: Annotated[
         Literal["residual", "none"], typer.Option(help="How the stream of experts weighs records.")
     ] = "residual",
+    diagnostics: Annotated[
+        bool,
+        typer.Option("--diagnostics", help="Measure what the experts made of the records; private."),
+    ] = False,
     anchor_form: Annotated[
         Literal["coupled", "decoupled"], typer.Option(help="Through the optimizer, or beside it.")
     ] = "coupled",

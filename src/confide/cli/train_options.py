@@ -24,6 +24,7 @@ _EXPERTS = {
     "expert_clipping": "clipping",
     "expert_clipping_bound": "clipping_bound",
     "record_weight": "record_weight",
+    "diagnostics": "diagnostics",
 }
 """Option → key of the settings of experts."""
 

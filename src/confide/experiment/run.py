@@ -26,7 +26,7 @@ from confide.experiment.merges import (
 )
 from confide.experiment.mixtures import Routings, run_facts, upcycled
 from confide.experiment.plan import MergePlan, Plan, TaskPlan
-from confide.finetune.memory import forget_peak, peak_memory
+from confide.finetune.memory import forget_peak, peak_bytes
 from confide.finetune.methods import schedule
 from confide.finetune.prepare import Prepared, Progress
 from confide.finetune.run import FineTuned, PublicBase, adapted_for, finetune, prepare, public_units
@@ -124,7 +124,7 @@ def run(
             forget_peak()
             book = ledger if plan.tasks[number].data is not None else None
             trained = finetune(prepared[task.name], base, settings, ledger=book, progress=progress)
-            seconds, memory = time.monotonic() - before, peak_memory()
+            seconds, memory = time.monotonic() - before, peak_bytes()
             trained.release(model_folder(out, method, seed, task.name), key=key)
             trained.keep_private(out / "private" / method / f"seed-{seed}" / task.name)
             drifted = folder_drift(base.folder, model_folder(out, method, seed, task.name))

@@ -33,6 +33,7 @@ class Binding:
         anchor_gradient: names → gradient of ‖w − w₀‖² at the current weights, by name.
         loss: (outputs, labels) of some rows → (rows,) losses, each of its own row alone.
         experts: those among the parameters, with the records' owners; None for a dense model.
+        diagnose: keep norms and times of every step.
     """
 
     module: nn.Module
@@ -45,6 +46,7 @@ class Binding:
     anchor_gradient: Callable[[tuple[str, ...]], dict[str, Tensor]]
     loss: Callable[[Tensor, Tensor], Tensor] = losses.classification
     experts: BoundExperts | None = None
+    diagnose: bool = False
 
 
 class Anchor:

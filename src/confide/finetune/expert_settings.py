@@ -53,6 +53,8 @@ class ExpertSettings(BaseModel):
             step's alone.
         shared_share: ρ, the shared stream's share of the budget, read as `split` says.
         split: see `privacy.splits.split`.
+        diagnostics: measure on the records, after training, what the experts made of them
+            (`finetune.diagnostics`); for `private/` alone. The release is the same bits either way.
     """
 
     variant: Variant = "raptor"
@@ -72,5 +74,6 @@ class ExpertSettings(BaseModel):
     record_memory: float = Field(default=0.0, ge=0, lt=1)
     shared_share: float = Field(default=0.9, gt=0, lt=1)
     split: Rule = "shared_share"
+    diagnostics: bool = False
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,9 +18,11 @@ from confide.errors import ModelError
 from confide.finetune.binding import Binding
 from confide.finetune.experts import UNCLIPPED, announce, engine_of
 from confide.finetune.optimizers import optimizer_of, rate_at
+from confide.finetune.role_signal import role_norms
 from confide.gradients.clipping import next_bound
 from confide.gradients.engine import Engine
 from confide.gradients.expert_engine import ExpertEngine
+from confide.gradients.joint_engine import JointEngine
 from confide.gradients.keys import Keys
 from confide.gradients.noise import add_noise
 from confide.gradients.residual import remembered, residual_weights
@@ -38,6 +41,8 @@ class StepRecord:
         clipped: share of them whose gradient was longer than the bound.
         bound: C of this step; `adaptive` moves it.
         unclipped: number of units whose gradient was no longer.
+        norms: role → norms of its parts of the clipped sum, before noise; empty unless asked for.
+        seconds: that the query took; 0 unless asked for.
     """
 
     stream: str
@@ -47,6 +52,8 @@ class StepRecord:
     clipped: float
     bound: float
     unclipped: int = 0
+    norms: dict[str, list[float]] = field(default_factory=dict)
+    seconds: float = 0.0
 
 
 @dataclass
@@ -165,7 +172,7 @@ class _StreamRunner:
 
     def query(self, step: int) -> StepRecord:
         """Fill `gradient` with this step's noisy mean gradient."""
-        stream = self.stream
+        stream, started = self.stream, time.perf_counter()
         record = StepRecord(stream.name, step, 0, 0.0, 0.0, self.clipping.bound)
         drawn = self._draw(stream.draw, step)
         direction = self._ascent_direction(step, drawn)
@@ -174,6 +181,8 @@ class _StreamRunner:
         self.noise_variance = (stream.noise_multiplier * self.clipping.bound / stream.denominator) ** 2
         if self.clipping.rule == "adaptive":
             self._adapt(step, record)
+        if self.binding.diagnose:
+            record.seconds = time.perf_counter() - started
         return record
 
     def _adapt(self, step: int, record: StepRecord) -> None:
@@ -274,6 +283,8 @@ class _StreamRunner:
         )
         if record is not None:
             record.units = len(drawn)
+            if self.binding.diagnose:
+                record.norms = role_norms(self.stream, sums)
         if sigma:
             self.report()
             generator = self.keys.noise.generator(self.stream.name, step, query)
@@ -320,20 +331,35 @@ class _StreamRunner:
         return sums
 
     def _losses(self, rows: Units) -> Tensor:
-        batch = self.binding.batch(rows)
-        announce(self.engine, self.binding.experts, self.stream, rows, batch)
-        outputs, labels = self.binding.forward(batch), self.binding.labels[torch.from_numpy(rows)]
-        losses = self.binding.loss(outputs, labels)
-        if self.stream.record_weight == "residual":
-            losses = losses * self._residual(rows, outputs, labels).to(losses.dtype)
-        return losses
+        return row_losses(self.binding, self.stream, self.engine, rows, self.memory)
 
-    def _residual(self, rows: Units, outputs: Tensor, labels: Tensor) -> Tensor:
-        if self.memory is None:
-            return residual_weights(outputs, labels, self.stream.record_power)
+
+def row_losses(
+    binding: Binding,
+    stream: Stream,
+    engine: Engine | ExpertEngine | JointEngine | None,
+    rows: Units,
+    memory: Tensor | None = None,
+) -> Tensor:
+    """(rows,) losses as the stream weighs them, with what its engine needs of the forward pass. Private.
+
+    Args:
+        memory: (all rows,) mean weights, which remember these rows' (`gradients.residual.remembered`); None
+            takes the weights as they are.
+    """
+    batch = binding.batch(rows)
+    announce(engine, binding.experts, stream, rows, batch)
+    outputs, labels = binding.forward(batch), binding.labels[torch.from_numpy(rows)]
+    losses = binding.loss(outputs, labels)
+    if stream.record_weight == "none":
+        return losses
+    if memory is None:
+        weights = residual_weights(outputs, labels, stream.record_power)
+    else:
         now = residual_weights(outputs, labels)
-        kept = remembered(self.memory, torch.from_numpy(rows), now, self.stream.record_memory)
-        return kept**self.stream.record_power
+        kept = remembered(memory, torch.from_numpy(rows), now, stream.record_memory)
+        weights = kept**stream.record_power
+    return losses * weights.to(losses.dtype)
 
 
 @contextmanager

@@ -63,7 +63,7 @@ def micro_batch_tokens(
     width = kept_tokens(adapted.classifier, adapted.first_block, row) if kept else int(row.lengths[0])
     few, many = (_peak(adapted, schedule, bool(kept), rows, max_length) for rows in (_FEW, _MANY))
     per_token = max(1.0, _MARGIN * (many - few) / ((_MANY - _FEW) * width))
-    fixed = peak_memory() + kept + _held(adapted, schedule) + max(0.0, few - per_token * _FEW * width)
+    fixed = peak_bytes() + kept + _held(adapted, schedule) + max(0.0, few - per_token * _FEW * width)
     least = rows_per_unit * width
     tokens = int((budget - fixed) / per_token)
     if tokens < least:
@@ -76,13 +76,13 @@ def micro_batch_tokens(
 
 
 def forget_peak() -> None:
-    """Let `peak_memory` count from here on; on Linux, which alone can."""
+    """Let `peak_bytes` count from here on; on Linux, which alone can."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
-def peak_memory() -> int:
-    """The most bytes of memory that the process has had, since it began or since `forget_peak`."""
+def peak_bytes() -> int:
+    """The most memory that the process has had, since it began or since `forget_peak`."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak * (1 if sys.platform == "darwin" else 1024)
 
