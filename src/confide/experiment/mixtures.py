@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Any
+
+import numpy as np
 
 from confide.experiment.plan import Plan
-from confide.finetune.experts import routing_texts
-from confide.finetune.prepare import Progress, counter
+from confide.finetune.diagnostics import Diagnostics
+from confide.finetune.experts import chooses_by_entropy, routing_key, routing_texts
+from confide.finetune.prepare import Progress, RoutingKey, counter
 from confide.finetune.public_routing import public_routing
 from confide.finetune.run import FineTuned, PublicBase, public_units
 from confide.finetune.settings import Settings
@@ -16,7 +20,7 @@ from confide.finetune.upcycled import Upcycled, upcycle_base
 from confide.models.backbones import load_encoder
 from confide.models.moe.selection import Selection
 from confide.privacy.splits import variance
-from confide.report.study import MixtureRun, StreamFacts
+from confide.report.study import MixtureRun, RecordFacts, StreamFacts
 from confide.tasks.corpus import check_public, read_corpus, sample, texts_of
 from confide.tasks.records import TaskData
 
@@ -53,7 +57,7 @@ class Routings:
 
     def __init__(self, base: PublicBase, tasks: Sequence[TaskData], progress: Progress) -> None:
         self._base, self._tasks, self._progress = base, tasks, progress
-        self.found: dict[tuple[str | None, int, str], Selection] = {}
+        self.found: dict[RoutingKey, Selection] = {}
 
     def decide(self, settings: Settings) -> Settings:
         """The same settings, with the number of the layer where they ask for the most even one.
@@ -62,17 +66,16 @@ class Routings:
             ConfigError, DataError: no public corpus, or one that shares a text with a task.
             ModelError: a dense base.
         """
-        own = settings.experts
-        texts = {routing_texts(own, task) for task in self._tasks} if settings.method == "raptor" else {()}
-        (chosen,) = texts  # the corpus is one, whatever the task that it is compared with
-        if not chosen:
+        own, key = settings.experts, routing_key(settings)
+        if settings.method != "raptor" or not chooses_by_entropy(own):
             return settings
-        key = (own.public, settings.max_length, own.vote)
         if key not in self.found:
+            for task in self._tasks:
+                texts = routing_texts(own, task)
             encoder, tokenizer = load_encoder(self._base.folder)
-            advance = counter(self._progress, "texts for the choice of the layer", len(chosen))
+            advance = counter(self._progress, "texts for the choice of the layer", len(texts))
             self.found[key] = public_routing(
-                encoder, tokenizer, chosen, settings.max_length, own.vote, advance
+                encoder, tokenizer, texts, settings.max_length, own.vote, advance
             )
         layer = str(self.found[key].chosen)
         return settings.model_copy(update={"experts": own.model_copy(update={"layer": layer})})
@@ -85,13 +88,14 @@ def run_facts(trained: FineTuned, method: str) -> MixtureRun:
     parts = {stream.name: variance(stream) for stream in streams} if settings.private else {}
     whole = sum(parts.values())
     steps = trained.history.steps
+    blocks = tuple(layer.number for layer in trained.adapted.experts)
     return MixtureRun(
         method=method,
         seed=settings.seed,
         task=trained.prepared.task.name,
         variant=settings.experts.variant,
         epsilon=settings.epsilon if settings.private else None,
-        layers=tuple(layer.number for layer in trained.adapted.experts),
+        layers=blocks,
         streams=tuple(
             StreamFacts(
                 name=stream.name,
@@ -107,4 +111,36 @@ def run_facts(trained: FineTuned, method: str) -> MixtureRun:
             )
             for stream in streams
         ),
+        diagnostics=_record_facts(trained.diagnostics, blocks) if trained.diagnostics else None,
+    )
+
+
+def _record_facts(found: Diagnostics, blocks: tuple[int, ...]) -> RecordFacts:
+    values: dict[str, Any] = {}
+    experts = next((role for role in found.roles if role.role == "experts"), None)
+    if experts and experts.share:
+        values["experts_share"] = experts.share[0], experts.share[-1]
+    if found.estimator and found.simulated:
+        scale = found.estimator.scale
+        gaps = np.abs(found.simulated.scale - scale) / found.simulated.scale_error
+        values |= {"scales": (float(scale.min()), float(scale.max()))}
+        values |= {"scale_gap": float(np.nanmax(gaps)) if np.isfinite(gaps).any() else None}
+    if found.imbalance:
+        values |= {"bias": found.imbalance.mean_bias, "bias_bound": found.imbalance.mean_bound}
+    if found.stability:
+        values |= {"changed": found.stability.changed, "kept": found.stability.kept_for_sure}
+    if found.drift and found.drift.norm:
+        bound = found.drift.stale_bound
+        values |= {"stale": found.drift.stale / found.drift.norm}
+        values |= {"stale_bound": None if bound is None else bound / found.drift.norm}
+    if moved := found.transfer:
+        values |= {"public_choice": moved.public_choice, "private_choice": moved.private_choice}
+        for side in ("public", "private"):
+            own = [layer for layer in getattr(moved, side) if (layer.block,) == blocks]
+            values |= {f"{side}_evenness": layer.evenness for layer in own}
+    return RecordFacts(
+        records=found.records,
+        mismatch=found.mismatch,
+        signals={role.role: (role.mean_snr, role.snr_variation) for role in found.roles if role.mean_snr},
+        **values,
     )

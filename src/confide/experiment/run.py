@@ -120,8 +120,9 @@ def run(
             settings = decided[method, seed]
             if task.name not in prepared:
                 prepared[task.name] = prepare(task, base, settings.max_length)
-            before = time.monotonic()
+                prepared[task.name].routings = routings.found
             forget_peak()
+            before = time.monotonic()
             book = ledger if plan.tasks[number].data is not None else None
             trained = finetune(prepared[task.name], base, settings, ledger=book, progress=progress)
             seconds, memory = time.monotonic() - before, peak_bytes()

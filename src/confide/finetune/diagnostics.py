@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from confide.errors import ConfigError
 from confide.finetune.binding import Binding
-from confide.finetune.experts import UNCLIPPED, BoundExperts, engine_of, routing_texts
+from confide.finetune.experts import UNCLIPPED, BoundExperts, engine_of, routing_key, routing_texts
 from confide.finetune.loop import History, row_losses
 from confide.finetune.memory import peak_bytes
 from confide.finetune.owner_estimator import (
@@ -56,7 +56,7 @@ from confide.models.moe.ownership import (
     transfer,
     vote_shares,
 )
-from confide.models.moe.selection import LayerRouting
+from confide.models.moe.selection import LayerRouting, Selection
 from confide.privacy.streams import Schedule, Stream
 from confide.privacy.units import UnitMap
 from confide.tasks.text import buckets
@@ -152,11 +152,8 @@ def diagnose(
     with _weights(binding.parameters, start, 0.0):
         first = _votes(prepared, adapted, settings, layers, rows)
         advance()
-        texts = _public_texts(prepared, settings)
-        if texts:
-            public = public_routing(
-                model, adapted.classifier.tokenizer, texts, settings.max_length, settings.experts.vote
-            )
+        public = _public_routing(prepared, adapted, settings)
+        if public is not None:
             private = [
                 LayerRouting(x.number, x.name, _counts(first[x.name].argmax(1), x.experts)) for x in layers
             ]
@@ -329,11 +326,20 @@ def _votes(
     return {name: vote_shares(table) for name, table in tables.items()}
 
 
-def _public_texts(prepared: Prepared, settings: Settings) -> tuple[str, ...]:
-    own = settings.experts
+def _public_routing(prepared: Prepared, adapted: Adapted, settings: Settings) -> Selection | None:
+    """At the base's weights, which are the model's in this moment; None without a public corpus."""
+    own, key = settings.experts, routing_key(settings)
     if own.public is None:
-        return ()
-    return routing_texts(own.model_copy(update={"layer": "entropy"}), prepared.task)
+        return None
+    if key not in prepared.routings:
+        texts = routing_texts(own.model_copy(update={"layer": "entropy"}), prepared.task)
+        classifier = adapted.classifier
+        if not texts:
+            return None
+        prepared.routings[key] = public_routing(
+            classifier.model, classifier.tokenizer, texts, settings.max_length, own.vote
+        )
+    return prepared.routings[key]
 
 
 def _counts(owner: npt.NDArray[Any], experts: int) -> tuple[int, ...]:

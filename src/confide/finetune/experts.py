@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from confide.errors import ConfigError, ModelError, ResumeError
 from confide.finetune.expert_settings import ExpertSettings
-from confide.finetune.prepare import Prepared, forward_of
+from confide.finetune.prepare import Prepared, RoutingKey, forward_of
 from confide.finetune.public_routing import batches, public_routing
 from confide.finetune.settings import Settings
 from confide.gradients.engine import Engine
@@ -89,6 +89,11 @@ def _layer(
     return select(layers, own.layer, found)
 
 
+def chooses_by_entropy(own: ExpertSettings) -> bool:
+    """Whether the layer is the one whose owners are most even on public text."""
+    return own.layer == "entropy" and own.variant not in ("monolithic", "shared-only")
+
+
 def routing_texts(own: ExpertSettings, task: TaskData) -> tuple[str, ...]:
     """The public texts by which the layer is chosen; none where it isn't chosen by entropy.
 
@@ -96,7 +101,7 @@ def routing_texts(own: ExpertSettings, task: TaskData) -> tuple[str, ...]:
         ConfigError: no public corpus is named.
         DataError: the corpus can't be read, or shares a text with the task's records.
     """
-    if own.layer != "entropy" or own.variant in ("monolithic", "shared-only"):
+    if not chooses_by_entropy(own):
         return ()
     if own.public is None:
         raise ConfigError(
@@ -106,6 +111,12 @@ def routing_texts(own: ExpertSettings, task: TaskData) -> tuple[str, ...]:
     corpus = read_corpus(own.public)
     check_public(corpus, texts_of(task), f"task {task.name}")
     return sample(corpus, PUBLIC_TEXTS, seed=0)
+
+
+def routing_key(settings: Settings) -> RoutingKey:
+    """What the routing of a base on public text depends on."""
+    own = settings.experts
+    return own.public, settings.max_length, own.vote
 
 
 def owners_of(prepared: Prepared, adapted: Adapted, own: ExpertSettings) -> npt.NDArray[np.int64]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import resource
 import sys
 import weakref
@@ -76,8 +78,10 @@ def micro_batch_tokens(
 
 
 def forget_peak() -> None:
-    """Let `peak_bytes` count from here on; on Linux, which alone can."""
-    with contextlib.suppress(OSError):
+    """Give back what was freed, and let `peak_bytes` count from here on; on Linux, which alone can."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)  # glibc keeps freed memory otherwise
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 

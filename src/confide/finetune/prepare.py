@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from confide.gradients import losses
 from confide.models.backbones import Classifier
+from confide.models.moe.selection import Selection
 from confide.models.tail import Features, Source, Tail, features, pools, supports
 from confide.release.format import Problem
 from confide.tasks.evaluate import evaluate, logits
@@ -24,6 +25,9 @@ Progress = Callable[[str, int, int], None]
 """Called with (what is being done, how much is done, how much there is)."""
 
 Split = Literal["train", "test"]
+RoutingKey = tuple[str | None, int, str]
+"""Public corpus, longest text in tokens, and how tokens vote."""
+
 _CACHE_BYTES = 4 * 2**30
 _FORWARD_TOKENS = 4096
 
@@ -49,6 +53,7 @@ class Prepared:
 
     Attributes:
         max_length: longest record in tokens.
+        routings: of the base on public text, as far as they are known (`experts.routing_key`).
         owners: (rows,) of the training records, by the name of the layer and the vote, as far as runs under
             this base found them.
     """
@@ -62,6 +67,7 @@ class Prepared:
         images = task.problem.inputs == "image"
         self.max_length = int(self._encoded["train"].lengths[0]) if images else max_length
         self._features: dict[tuple[Split, int], Features] = {}
+        self.routings: dict[RoutingKey, Selection] = {}
         self.owners: dict[tuple[str, str], npt.NDArray[np.int64]] = {}
 
     def tokens(self) -> Iterator[bytes]:

@@ -9,7 +9,7 @@ from typing import Any
 from confide.errors import ConfigError
 from confide.files import new_folder, write_json, write_text
 from confide.report import figures
-from confide.report.mixtures import routing_text, routing_words, streams_text
+from confide.report.mixtures import diagnostics_text, routing_text, routing_words, streams_text
 from confide.report.page import page
 from confide.report.scores import INDIVIDUAL, score_table
 from confide.report.study import MixtureFacts, Study
@@ -70,6 +70,7 @@ def report_html(study: Study) -> str:
             for method, settings in study.settings.items()
         },
         "streams": streams_text(mixture.runs) if mixture else None,
+        "diagnostics": diagnostics_text(mixture.runs) if mixture else None,
         "routing": _routing(mixture) if mixture else None,
         "seeds": sorted({row.seed for row in study.rows}),
     }

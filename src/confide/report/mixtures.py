@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from confide.report.scores import INDIVIDUAL, Spread, label, score_table
-from confide.report.study import MixtureFacts, MixtureRun, Row
+from confide.report.study import MixtureFacts, MixtureRun, RecordFacts, Row
 from confide.report.tables import NOTHING, Table
 
 if TYPE_CHECKING:
@@ -76,6 +76,47 @@ def streams_text(runs: Sequence[MixtureRun]) -> Table:
     )
 
 
+def diagnostics_text(runs: Sequence[MixtureRun]) -> Table | None:
+    """Private diagnostics, a column per run of the first seed that has them; None where none has."""
+    shown = [run for run in runs if run.diagnostics and run.seed == runs[0].seed]
+    if not shown:
+        return None
+    facts = [run.diagnostics for run in shown if run.diagnostics]
+    return Table(
+        ("", *(label(run.method) for run in shown)),
+        (
+            ("signal over noise of a step, shared", *(_signal(f, "shared") for f in facts)),
+            ("the same of an expert, mean", *(_signal(f, "experts") for f in facts)),
+            ("its variation over experts", *(_variation(f) for f in facts)),
+            ("M_role, ratio of the two", *(_number(f.mismatch) for f in facts)),
+            (
+                "experts' share of squared norms, first → last quarter",
+                *(_arrow(f.experts_share) for f in facts),
+            ),
+            ("scale of an expert's gradient (theorem 1)", *(_range(f.scales) for f in facts)),
+            ("largest gap to simulation, standard errors", *(_number(f.scale_gap) for f in facts)),
+            ("mean relative bias ≤ by entropy (theorem 2)", *(_at_most(f.bias, f.bias_bound) for f in facts)),
+            ("owners changed by training (theorem 3)", *(_percent(f.changed) for f in facts)),
+            ("owners that could not have", *(_percent(f.kept) for f in facts)),
+            (
+                "relative error by stale owners (theorem 4)",
+                *(_at_most(f.stale, f.stale_bound) for f in facts),
+            ),
+            (
+                "H/log E of owners, public text → records",
+                *(_arrow(_pair(f.public_evenness, f.private_evenness)) for f in facts),
+            ),
+            (
+                "most even block, public text → records",
+                *(
+                    NOTHING if f.public_choice is None else f"{f.public_choice} → {f.private_choice}"
+                    for f in facts
+                ),
+            ),
+        ),
+    )
+
+
 def mixture_findings(rows: Sequence[Row], mixture: MixtureFacts) -> tuple[str, ...]:
     """For every ε, how RAPTOR does beside what it is compared with."""
     scores = {line.method: line.average for line in score_table(rows) if line.operator == INDIVIDUAL}
@@ -108,3 +149,35 @@ def _apart(score: Spread, other: Spread) -> str:
     if points == 0:
         return "level with"
     return f"{abs(points):.1f} points {'above' if points > 0 else 'below'}"
+
+
+def _signal(facts: RecordFacts, role: str) -> str:
+    return _number(facts.signals[role][0]) if role in facts.signals else NOTHING
+
+
+def _variation(facts: RecordFacts) -> str:
+    return _number(facts.signals["experts"][1]) if "experts" in facts.signals else NOTHING
+
+
+def _pair(one: float | None, other: float | None) -> tuple[float, float] | None:
+    return None if one is None or other is None else (one, other)
+
+
+def _arrow(pair: tuple[float, float] | None) -> str:
+    return f"{pair[0]:.2f} → {pair[1]:.2f}" if pair else NOTHING
+
+
+def _range(pair: tuple[float, float] | None) -> str:
+    return f"{pair[0]:.2f} to {pair[1]:.2f}" if pair else NOTHING
+
+
+def _at_most(value: float | None, bound: float | None) -> str:
+    return _number(value) if bound is None else f"{_number(value)} ≤ {_number(bound)}"
+
+
+def _number(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.2g}"
+
+
+def _percent(share: float | None) -> str:
+    return NOTHING if share is None else f"{100 * share:.1f} %"

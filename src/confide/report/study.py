@@ -93,6 +93,42 @@ class StreamFacts:
 
 
 @dataclass(frozen=True)
+class RecordFacts:
+    """What diagnostics of one run found on training records (`finetune.diagnostics`). Private: not noised.
+
+    Attributes:
+        records: how many were looked at.
+        mismatch: M_role; None where there is only one role.
+        signals: by role, mean signal over noise of a step, and its variation over the role's parts.
+        experts_share: of the squared norm of both roles' sums, in the first and in the last quarter.
+        scales: least and largest s_e, what an expert's expected gradient is multiplied by.
+        scale_gap: largest distance of simulated scales from s_e, in their standard errors.
+        bias, bias_bound: mean relative bias of experts, and what the owners' entropy allows.
+        changed, kept: share of records with another owner after training, and of those that could have none.
+        stale, stale_bound: error by stale owners, and its bound, over the norm of the expected gradient.
+        public_evenness, private_evenness: H/log E of the trained layer's owners.
+        public_choice, private_choice: the most even block.
+    """
+
+    records: int
+    mismatch: float | None
+    signals: dict[str, tuple[float, float | None]]
+    experts_share: tuple[float, float] | None = None
+    scales: tuple[float, float] | None = None
+    scale_gap: float | None = None
+    bias: float | None = None
+    bias_bound: float | None = None
+    changed: float | None = None
+    kept: float | None = None
+    stale: float | None = None
+    stale_bound: float | None = None
+    public_evenness: float | None = None
+    private_evenness: float | None = None
+    public_choice: int | None = None
+    private_choice: int | None = None
+
+
+@dataclass(frozen=True)
 class MixtureRun:
     """One run of `raptor`, or of what it is compared with.
 
@@ -100,6 +136,7 @@ class MixtureRun:
         variant: of its schedule.
         epsilon: ε that it aimed at; None without privacy.
         layers: numbers of the blocks whose experts were trained.
+        diagnostics: None unless the settings ask.
     """
 
     method: str
@@ -109,6 +146,7 @@ class MixtureRun:
     epsilon: float | None
     layers: tuple[int, ...]
     streams: tuple[StreamFacts, ...]
+    diagnostics: RecordFacts | None = None
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from confide.report.mixtures import routing_text, routing_words, streams_text
+from confide.report.mixtures import diagnostics_text, routing_text, routing_words, streams_text
 from confide.report.scores import INDIVIDUAL, score_table
 from confide.report.study import Study
 from confide.report.tables import Table, method_table, method_text, score_text
@@ -25,9 +25,10 @@ def print_study(study: Study) -> None:
     if mixture:
         for sentence in mixture.upcycled:
             console.print(f"{sentence}.", highlight=False)
+        console.print()
         if mixture.routing:
             found = mixture.routing
-            title = f"\nOwners of {found.texts} public texts; * the most even layer, which is trained"
+            title = f"Owners of {found.texts} public texts; * the most even layer, which is trained"
             _print(console, title, routing_text(found, found.chosen))
             for sentence in routing_words(found):
                 console.print(sentence, highlight=False)
@@ -39,6 +40,13 @@ def print_study(study: Study) -> None:
     _print(console, "How each method trained" + (", and points lost by merging" if merged else ""), methods)
     if mixture:
         _print(console, "Streams: how the budget was divided, and its noise", streams_text(mixture.runs))
+        diagnostics = diagnostics_text(mixture.runs)
+        if diagnostics:
+            _print(
+                console,
+                "Private diagnostics: of the records, without noise, and not to be shared",
+                diagnostics,
+            )
     for finding in study.findings:
         console.print(f"• {finding}", markup=False, highlight=False)
 
@@ -59,8 +67,6 @@ def _print(console: Console, title: str, table: Table) -> None:
             for column in columns[words:]
         ]
     grid = Grid(
-        title=title,
-        title_justify="left",
         header_style="bold",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
@@ -72,6 +78,7 @@ def _print(console: Console, title: str, table: Table) -> None:
     for row in list(zip(*columns, strict=True))[1:]:
         grid.add_row(*(Text(cell) for cell in row))
     width, console.width = console.width, max(console.width, _needed(columns))
+    console.print(Text(title, style="italic"))
     console.print(grid)
     console.width = width
     console.print()
