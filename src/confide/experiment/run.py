@@ -287,11 +287,14 @@ def _claims(plan: Plan, seen: _Seen) -> tuple[str, ...]:
         f"Every model of {methods} is (ε, δ)-differentially private for adding or removing any one unit of "
         f"its task's training data, with ε at most {epsilon} and δ at most {delta}. The statement in each "
         "release says what a unit is, and holds the events from which anybody can recompute this.",
-        "A merge costs each unit what its own task's model cost: the tasks are declared to share no record, "
-        "and this run found no text of one in another."
-        if plan.disjoint
-        else "The tasks are not declared disjoint, so a merge costs the sum of its models' losses.",
     ]
+    if plan.merges:
+        lines.append(
+            "A merge costs each unit what its own task's model cost: the tasks are declared to share no "
+            "record, and this run found no text of one in another."
+            if plan.disjoint
+            else "The tasks are not declared disjoint, so a merge costs the sum of its models' losses."
+        )
     together = compose(
         [statement for key in claims for statement in seen.statements[key]],
         disjoint=plan.disjoint is not None,

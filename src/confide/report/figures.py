@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
     from confide.models.moe.selection import Selection
 
-_COLOURS = {PRETRAINED: "#8c8c8c", NON_PRIVATE: "#009e73", "dp-adamw": "#56b4e9", "dp-merging": "#d55e00"} | {
-    "raptor": "#d55e00"
-}
-_MORE_COLOURS = ("#cc79a7", "#e69f00", "#0072b2", "#f0e442")
+_OURS = "#d55e00"
+_COLOURS = {PRETRAINED: "#8c8c8c", NON_PRIVATE: "#009e73", "dp-adamw": "#56b4e9"}
+_COLOURS |= {"dp-merging": _OURS, "raptor": _OURS}
+_MORE_COLOURS = ("#cc79a7", "#0072b2", "#e69f00", "#f0e442")
 """Okabe and Ito's palette, which colour-blind readers can tell apart."""
 _INK, _FAINT = "#010203", "#040506"
 """Stand-ins for the page's own text colours, so that a figure suits a light and a dark page."""
@@ -117,12 +117,12 @@ def owner_shares(selection: Selection, trained: Sequence[int]) -> Chart:
     Args:
         trained: numbers of the blocks whose experts are trained; they are drawn in colour.
     """
-    rows = len(selection.layers)
-    height = rows * 2 * _ROW + _BELOW + 0.1
-    left, right = 9 * _CHARACTER, 10 * _CHARACTER
     import matplotlib
     from matplotlib.figure import Figure
 
+    rows = len(selection.layers)
+    height = rows * 2 * _ROW + _BELOW + 0.1
+    left, right = 9 * _CHARACTER, 7 * _CHARACTER
     with matplotlib.rc_context(_style("owner-shares")):
         figure = Figure(figsize=(_WIDTH, height))
         place = (left / _WIDTH, _BELOW / height, 1 - (left + right) / _WIDTH, rows * 2 * _ROW / height)
@@ -134,7 +134,7 @@ def owner_shares(selection: Selection, trained: Sequence[int]) -> Chart:
         axes.set_xlabel("percent of the public texts")
         for row, layer in enumerate(selection.layers):
             shares = sorted((100 * count / selection.texts for count in layer.counts), reverse=True)
-            start, colour = 0.0, _COLOURS["raptor" if layer.block in trained else PRETRAINED]
+            start, colour = 0.0, _OURS if layer.block in trained else _COLOURS[PRETRAINED]
             for piece, share in enumerate(shares):
                 axes.barh(row, share, 0.7, left=start, color=colour, alpha=1 - 0.75 * piece / len(shares))
                 start += share
