@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 from confide.errors import ConfigError
 from confide.finetune import memory, run
-from confide.finetune.memory import _Live, bytes_of, micro_batch_tokens
+from confide.finetune.memory import _Live, bytes_of, forget_peak, micro_batch_tokens, peak_bytes
 from confide.finetune.run import FineTuned, PublicBase, finetune, prepare
 from confide.finetune.settings import Settings
 from confide.models.backbones import load_classifier
@@ -113,3 +114,18 @@ def test_the_size_of_micro_batches_changes_rounding_only(
         values.append(np.concatenate([value.detach().numpy().ravel() for _, value in named]))
     assert np.linalg.norm(values[0] - values[1]) <= 1e-6 * np.linalg.norm(values[1])
     assert not np.array_equal(*values)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can forget a peak")
+def test_a_peak_is_counted_from_where_it_was_forgotten() -> None:
+    size = 64 * 2**20
+    before = peak_bytes()
+    held = np.ones(size // 8)
+    assert peak_bytes() >= min(before + size // 2, size)
+    del held
+    forget_peak()
+    held = np.ones(size // 8)
+    high = peak_bytes()
+    del held
+    forget_peak()
+    assert peak_bytes() < high - size // 2
