@@ -139,7 +139,8 @@ def train(
         float | None, typer.Option(help="Of the experts; the encoder's if left out.")
     ] = None,
     expert_clipping: Annotated[
-        Literal["flat", "normalised"], typer.Option(help="Clipping rule of the stream of experts.")
+        Literal["flat", "normalised", "adaptive"],
+        typer.Option(help="Clipping rule of the stream of experts."),
     ] = "flat",
     expert_clipping_bound: Annotated[float, typer.Option(help="C of the stream of experts.")] = 1.0,
     record_weight: Annotated[
