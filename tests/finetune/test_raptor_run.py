@@ -21,6 +21,7 @@ from confide.finetune.run import FineTuned, PublicBase, finetune, prepare
 from confide.finetune.settings import Settings
 from confide.models.backbones import load_classifier, load_trained
 from confide.models.moe.layers import sparse_layers
+from confide.models.moe.owners import owner_maps
 from confide.privacy.accountant import epsilon
 from confide.privacy.composition import check
 from confide.release.format import Problem
@@ -146,6 +147,26 @@ def test_owners_are_computed_once_and_a_stopped_run_goes_on(
         pytest.raises(ResumeError, match=r"owners\.json is damaged"),
     ):
         tune(base, task, settings, simulate=4, unfinished=unfinished)
+
+
+@pytest.mark.parametrize("vote", ["plurality", "majority"])
+def test_owners_are_those_of_the_whole_model_whatever_is_cached(
+    base: PublicBase, make_task: Callable[..., TaskData], corpus: Path, vote: Any
+) -> None:
+    task = make_task()
+    settings = settings_of(corpus, {"trainable": {"rank": 2, "blocks": 1}}, layer="last", vote=vote)
+    prepared = prepare(task, base, settings.max_length)
+    classifier = load_classifier(base.folder, task.labels, seed=0)
+    adapted = run.adapted_for(task, classifier, settings)
+    assert adapted.first_block == 2
+    found = experts.owners_of(prepared, adapted, settings.experts)
+    model: Any = classifier.model
+    encoded = prepared.encoded("train")
+    rows = [np.array([row]) for row in range(len(encoded))]
+    batches = [(row, encoded.batch(row)) for row in rows]
+    whole = owner_maps(adapted.experts, lambda batch: model(**batch), batches, len(encoded), vote)
+    assert found.tolist() == whole[adapted.experts[0].name].tolist()
+    assert len(set(found.tolist())) > 1
 
 
 def test_without_noise_nothing_is_claimed(
