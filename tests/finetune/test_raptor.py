@@ -58,7 +58,14 @@ def settings_of(
             "max_length": 20,
             "clipping_bound": 0.6,
             "trainable": trainable or {"rank": 2},
-            "experts": {"layer": "2", "rank": 2, "clipping_bound": 0.05, "learning_rate": 0.02, **experts},
+            "experts": {
+                "layer": "2",
+                "rank": 2,
+                "clipping": "flat",
+                "clipping_bound": 0.05,
+                "learning_rate": 0.02,
+                **experts,
+            },
             **(more or {}),
         }
     )

@@ -203,7 +203,7 @@ def test_every_rule_and_query_beside_two_streams(
     assert (shared.clipping.rule, shared.clipping.count_noise, own.clipping.rule) == (
         "adaptive",
         0.75,
-        "flat",
+        "normalised",
     )
     assert (shared.bias_correction, own.bias_correction, shared.warmup, own.warmup) == (1e-4, 1e-4, 1, 1)
     assert [query.noise_multipliers for query in tuned.schedule.queries] == [(4.0,)]

@@ -141,7 +141,7 @@ def train(
     expert_clipping: Annotated[
         Literal["flat", "normalised", "adaptive"],
         typer.Option(help="Clipping rule of the stream of experts."),
-    ] = "flat",
+    ] = "normalised",
     expert_clipping_bound: Annotated[float, typer.Option(help="C of the stream of experts.")] = 1.0,
     record_weight: Annotated[
         Literal["residual", "none"], typer.Option(help="How the stream of experts weighs records.")
