@@ -15,6 +15,7 @@ import torch
 
 from confide.errors import ConfigError, DataError, ResumeError
 from confide.finetune import experts, run
+from confide.finetune import prepare as prepare_module
 from confide.finetune.checkpoint import Unfinished
 from confide.finetune.loop import State
 from confide.finetune.run import FineTuned, PublicBase, finetune, prepare
@@ -167,6 +168,25 @@ def test_owners_are_those_of_the_whole_model_whatever_is_cached(
     whole = owner_maps(adapted.experts, lambda batch: model(**batch), batches, len(encoded), vote)
     assert found.tolist() == whole[adapted.experts[0].name].tolist()
     assert len(set(found.tolist())) > 1
+
+
+@pytest.mark.parametrize("variant", ["raptor", "one-stream"])
+def test_what_is_cached_of_frozen_blocks_changes_rounding_only(
+    base: PublicBase,
+    make_task: Callable[..., TaskData],
+    corpus: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variant: str,
+) -> None:
+    more = {"trainable": {"rank": 2, "blocks": 1}, "memory": "64GiB"}
+    settings = settings_of(corpus, more, layer="last", public=None, variant=variant)
+    cached = tune(base, make_task(), settings, simulate=4)
+    monkeypatch.setattr(prepare_module, "caches", lambda *args: False)
+    whole = tune(base, make_task(), settings, simulate=4)
+    for name in whole.schedule.parameters:
+        found, expected = (t.adapted.classifier.model.get_parameter(name) for t in (cached, whole))
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+    assert cached.score() == whole.score()
 
 
 def test_without_noise_nothing_is_claimed(
