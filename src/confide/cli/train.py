@@ -135,9 +135,7 @@ def train(
     expert_steps: Annotated[
         int | None, typer.Option(help="Steps of the stream of experts; as many as --steps if left out.")
     ] = None,
-    expert_learning_rate: Annotated[
-        float | None, typer.Option(help="Of the experts; the encoder's if left out.")
-    ] = None,
+    expert_learning_rate: Annotated[float, typer.Option(help="Of the experts, at the first step.")] = 0.01,
     expert_clipping: Annotated[
         Literal["flat", "normalised", "adaptive"],
         typer.Option(help="Clipping rule of the stream of experts."),

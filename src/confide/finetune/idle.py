@@ -47,7 +47,11 @@ def _conditions(settings: Settings) -> list[tuple[tuple[str, ...], bool, str]]:
         (tuple(f"trainable.{key}" for key in lora), kind == "lora", "trainable `lora`"),
         (("trainable.blocks",), kind in ("lora", "blocks"), "trainable `lora` or `blocks`"),
         (("anchor",), encoder, "something to train beside the head"),
-        (("learning_rate",), encoder or settings.method == "raptor", "something to train beside the head"),
+        (
+            ("learning_rate",),
+            encoder or (settings.method == "raptor" and settings.experts.learning_rate is None),
+            "something to train beside the head",
+        ),
         (("anchor_form",), anchored, "an anchor"),
         (("ascent_radius",), ascent != "none", "an ascent"),
         (
