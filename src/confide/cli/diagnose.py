@@ -13,7 +13,7 @@ from confide.cli.output import print_json, print_table
 
 def diagnose(
     run: Annotated[
-        Path, typer.Argument(help="Folder that `confide train --diagnostics` wrote, or its diagnostics.json.")
+        Path, typer.Argument(help="Folder of `confide train --diagnostics`, or where diagnostics.json is.")
     ],
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
@@ -40,7 +40,8 @@ def read(run: Path) -> dict[str, Any]:
     from confide.errors import ConfigError
     from confide.finetune.diagnostics import FILE_NAME, SCHEMA
 
-    file = run if run.is_file() else run / "private" / FILE_NAME
+    places = (run, run / FILE_NAME, run / "private" / FILE_NAME)
+    file = next((place for place in places if place.is_file()), places[-1])
     try:
         found = parser.loads(file.read_text(encoding="utf-8"))
     except OSError:

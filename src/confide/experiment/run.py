@@ -110,6 +110,8 @@ def run(
             trained = finetune(prepared[task.name], base, settings, ledger=book, progress=progress)
             seconds = time.monotonic() - before
             trained.release(model_folder(out, method, seed, task.name), key=key)
+            if trained.diagnostics is not None:
+                trained.keep_private(out / "private" / method / f"seed-{seed}" / task.name)
             drifted = folder_drift(base.folder, model_folder(out, method, seed, task.name))
             _note(seen, trained, method, drifted, seconds)
         prepared[task.name].forget("train")

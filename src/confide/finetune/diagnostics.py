@@ -10,6 +10,7 @@ without. Nothing is charged either: whoever shares a number from here shares som
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -154,9 +155,9 @@ def diagnose(
         advance()
         texts = _public_texts(prepared, settings)
         if texts:
-            public = public_routing(
-                model, adapted.classifier.tokenizer, texts, settings.max_length, settings.experts.vote
-            )
+            # A tokenizer keeps how long it last cut texts, and is released.
+            tokenizer = copy.deepcopy(adapted.classifier.tokenizer)
+            public = public_routing(model, tokenizer, texts, settings.max_length, settings.experts.vote)
             private = [
                 LayerRouting(x.number, x.name, _counts(first[x.name].argmax(1), x.experts)) for x in layers
             ]
