@@ -37,7 +37,16 @@ def test_tables_and_a_document(
     assert confide("moe", "diagnose", out / "private").out == shown
     assert f"{found['mismatch']:.2f} times" in shown
     assert f"κ {found['stability']['kappa']:.4f}" in shown
-    for part in ("estimator", "simulated", "imbalance", "stability", "drift", "transfer", "mismatch"):
+    for part in (
+        "estimator",
+        "simulated",
+        "silent",
+        "imbalance",
+        "stability",
+        "drift",
+        "transfer",
+        "mismatch",
+    ):
         found[part] = None
     assert len(tables(found)) == 1
     assert len(remarks(found)) == 2

@@ -116,6 +116,7 @@ def test_moments_are_those_of_single_records(
         own[row] = torch.cat([part[tuned.owner[row]].flatten().double() for part in parts])
     own *= (0.05 / own.norm(dim=1, keepdim=True)).clamp(max=1)
     assert 0.1 < (own.norm(dim=1) > 0.0499).double().mean() < 1  # some are clipped, some are not
+    assert found.silent == float((own.norm(dim=1) == 0).double().mean())
     counts = np.bincount(tuned.owner, minlength=4)
     assert found.imbalance.counts == tuple(counts)
     rate, denominator = 15 / 24, 15 / 4

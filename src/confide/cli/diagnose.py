@@ -139,6 +139,8 @@ def remarks(found: Mapping[str, Any]) -> list[str]:
             f"largest {even['largest_bias']:.3f} (at most {even['largest_bound']:.3f}), root mean square "
             f"{even['variation']:.3f} (at least {even['least_variation']:.3f})."
         )
+    if found["silent"] is not None:
+        lines.append(f"{_percent(found['silent'])} of the records have no gradient at all at their owner.")
     if stable := found["stability"]:
         lines.append(
             f"Owners after training: {_percent(stable['changed'])} changed; "
