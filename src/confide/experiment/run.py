@@ -120,7 +120,7 @@ def run(
         _row(method, INDIVIDUAL, seed, seen.scores[method, seed], _largest(seen.statements[method, seed]))
         for method, seed in runs
     ]
-    merges = [(m, s, operator) for m, s in runs if m != PRETRAINED for operator in plan.merges]
+    merges = [(m, s, operator) for m, s in runs if m != PRETRAINED for operator in plan.merges_of(m)]
     for count, (method, seed, operator) in enumerate(merges):
         progress("merges scored", count, len(merges))
         rows.append(_merge_and_score(plan, out, base, prepared, texts, seen, method, seed, operator, key))
