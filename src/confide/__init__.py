@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from confide import personal as personal
     from confide.api import (
         Images,
         Model,
@@ -32,6 +33,7 @@ __all__ = [
     "load_key",
     "load_task",
     "merge",
+    "personal",
     "read_task",
     "test_records",
     "train",
@@ -39,6 +41,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "personal":
+        return import_module("confide.personal")
     if name in __all__:
         return getattr(import_module("confide.api"), name)
     raise AttributeError(f"module 'confide' has no attribute {name!r}")

@@ -10,34 +10,40 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from confide.errors import DataError
+from confide.errors import ConfigError, DataError
 from confide.finetune.checkpoint import Unfinished
 from confide.finetune.idle import keys_of, refuse_idle
 from confide.finetune.prepare import forward_of, placed_labels
+from confide.finetune.prepare import scores as scores_of
 from confide.finetune.run import FineTuned, PublicBase, finetune, prepare
 from confide.finetune.settings import Settings as Settings
+from confide.finetune.statistics import statistics_on
 from confide.merging.merge import MergeReport
 from confide.merging.merge import merge as _merge
+from confide.merging.operators import find
+from confide.merging.statistics import split
 from confide.models.backbones import Classifier, resolve
 from confide.models.releases import load_release
 from confide.models.tail import Source
 from confide.privacy.signature import load_key as load_key
 from confide.privacy.statement import OwnersChecked
-from confide.release.format import Head
+from confide.release.format import Head, Metric
 from confide.tasks import registry
-from confide.tasks.evaluate import evaluate, logits
+from confide.tasks.evaluate import logits
 from confide.tasks.files import read_records
 from confide.tasks.files import read_task as read_task
+from confide.tasks.generation import generate
 from confide.tasks.images import Images as Images
+from confide.tasks.inputs import source as read_by
 from confide.tasks.records import Records, TaskData, Text
 from confide.tasks.text import Encoded
-from confide.tasks.text import source as read_by
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -61,18 +67,31 @@ class Model:
 
         Returns:
             (rows, classes); (rows, 1) numbers; or (rows, longest, classes) for each token, 0 at padding.
+
+        Raises:
+            ConfigError: of a language model, whose logits are as many as its vocabulary for each token.
         """
+        if self.head.problem.target == "text":
+            raise ConfigError(
+                f"for a language model's logits load it with {self.head.problem.loader}; score needs none"
+            )
         return self._outputs(self._source(inputs))
 
     def predict(self, inputs: Inputs) -> list[dict[str, Any]]:
-        """For each record its `label` and the `probability` of it; or its `number`; or, of words, `labels`.
+        """For each record its `label` and `probability`; or its `number`; of words, `labels`; or a `text`.
 
-        The `labels` are one for each word, None for those beyond the longest text that the model reads.
+        The `text` is what a language model writes after one, or in answer: the likeliest token each time. The
+        `labels` are one for each word, None for those beyond the longest text that the model reads.
         """
         if isinstance(inputs, str):
             raise DataError("predict takes a list of texts; put a single one into a list")
         if not len(inputs):
             return []
+        if self.head.problem.target == "text":
+            if isinstance(inputs, Images):
+                raise DataError("a language model reads texts, not images")
+            written = generate(self.classifier, [str(text) for text in inputs], self.head.max_length)
+            return [{"text": text} for text in written]
         source = self._source(inputs)
         values = self._outputs(source).astype(np.float64)
         match self.head.problem.target:
@@ -94,8 +113,13 @@ class Model:
 
     def score(self, records: Records) -> float:
         """The head's metric on labelled records; not noised."""
+        return self.scores(records)[self.head.metric]
+
+    def scores(self, records: Records) -> dict[Metric, float]:
+        """The head's metric, and of a language model the others too."""
         source = self._source(records.inputs)
-        return evaluate(self.head.metric, self._outputs(source), placed_labels(source, records))
+        _, forward = forward_of(self.classifier, 0, source)
+        return scores_of(self.head.metric, forward, source, placed_labels(source, records))
 
     def _source(self, inputs: Inputs) -> Source:
         return read_by(self.classifier, inputs, self.head.max_length)
@@ -168,18 +192,24 @@ def merge(
 ) -> MergeReport:
     """Merge releases of one base into one encoder with a head for each task (`merging.merge.merge`).
 
-    `key`, from `load_key`, signs the statement.
+    `statistics` are files, or one public text on which they are computed first; `key`, from `load_key`, signs
+    the statement.
     """
-    return _merge(
-        [Path(model) for model in models],
-        base=resolve(base),
-        operator=operator,
-        out=Path(out),
-        parameters=parameters,
-        statistics=[Path(file) for file in statistics],
-        disjoint=disjoint,
-        key=key,
-    )
+    folders, public = [Path(model) for model in models], resolve(base)
+    files, text = split([Path(file) for file in statistics])
+    ready: AbstractContextManager[Sequence[Path]]
+    ready = statistics_on(text, folders, find(operator).needs, public) if text else nullcontext(files)
+    with ready as given:
+        return _merge(
+            folders,
+            base=public,
+            operator=operator,
+            out=Path(out),
+            parameters=parameters,
+            statistics=given,
+            disjoint=disjoint,
+            key=key,
+        )
 
 
 def load(folder: str | Path, task: str | None = None) -> Model:

@@ -63,7 +63,7 @@ def reviews(write_csv: WriteCsv, sentences: Callable[[int, int], list[tuple[str,
     return write_csv("reviews.csv", sentences(80, 1))
 
 
-QUICK = ("--steps", 2, "--expected-batch", 16, "--max-length", 20, "--blocks", 1, "--rank", 2)
+QUICK = ("--steps", 2, "--expected-batch", 16, "--max-length", 20, "--rank", 2)
 
 
 @pytest.fixture

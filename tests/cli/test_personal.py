@@ -51,8 +51,14 @@ def test_the_whole_way(confide: Confide, merged: Path, tiny_base: Path, tmp_path
     assert "No claim" in shown.out
     assert "classifier.weight" in load_file(tmp_path / "residual.safetensors")
 
-    answer = confide("personal", "apply", merged, file, "--out", tmp_path / "personal")
+    assert confide("keys", "new", "--out", tmp_path / "key").code == 0
+    given = ("personal", "apply", merged, file, "--key", tmp_path / "key")
+    answer = confide(*given, "--out", tmp_path / "personal")
     assert answer.code == 0, answer.err
+    assert "Signed by" in answer.out
+    public = confide("keys", "show", tmp_path / "key", "--json").json()["public"]
+    signed_by = confide("verify", tmp_path / "personal", "--json").json()["signed_by"]
+    assert signed_by == public
     scored = confide("evaluate", tmp_path / "personal", "--data", tmp_path / "stars.csv", "--json").json()
     assert scored["task"] == "stars"
     assert "added no noise" in confide("privacy", "show", tmp_path / "personal").out

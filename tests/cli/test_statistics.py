@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,10 +48,41 @@ def test_public_and_released(
     given = ("--base", tiny_base, "--operator", "regmean", "--disjoint")
     public = [part for file in files for part in ("--statistics", file)]
     assert confide("merge", *models, *given, *public, "--out", tmp_path / "public").code == 0
+    merged = (tmp_path / "public/model.safetensors").read_bytes()
     recipe = tmp_path / "recipe.yaml"
     lines = "".join(f"  - model: {model}\n" for model in models)
+
+    # The text itself instead of files that were computed on it: the same merge.
+    answer = confide("merge", *models, *given, "--statistics", corpus, "--out", tmp_path / "text")
+    assert answer.code == 0, answer.err
+    assert (tmp_path / "text/model.safetensors").read_bytes() == merged
+    recipe.write_text(
+        f"merge_method: regmean\nbase_model: {tiny_base}\nstatistics: {{public: {corpus}}}\nmodels:\n{lines}"
+    )
+    assert confide("merge", recipe, "--dry-run").code == 0
+    answer = confide("merge", recipe, "--out", tmp_path / "by-recipe")
+    assert answer.code == 0, answer.err
+    assert (tmp_path / "by-recipe/model.safetensors").read_bytes() == merged
+    report = json.loads((tmp_path / "by-recipe/merge-report.json").read_text())
+    said = {"kind": "grams", "origin": "public", "source": "2 texts, public.txt"}
+    assert report["statistics"] == [said, said]
+    card = (tmp_path / "by-recipe/README.md").read_text()
+    assert "weighs the models by public grams, of: 2 texts, public.txt." in card
+    inputs = [part for model in models for part in ("--input", model)]
+    again = ("verify", tmp_path / "by-recipe", "--base", tiny_base, *inputs, "--statistics", corpus)
+    assert confide(*again, "--sample", 1000, "--json").json()["checks"][-1]["result"] == "ok"
+
+    missing = ("--statistics", tmp_path / "none.txt", "--out", tmp_path / "x")
+    assert "can't read the corpus" in confide("merge", *models, *given, *missing).message()
+    mixed = ("--statistics", corpus, *public, "--out", tmp_path / "x")
+    assert "a public text stands alone" in confide("merge", *models, *given, *mixed).message()
+    needless = ("--base", tiny_base, "--statistics", corpus, "--out", tmp_path / "x")
+    assert "needs no statistics" in confide("merge", *models, *needless).message()
+    assert not (tmp_path / "x").exists()
     recipe.write_text(
         f"merge_method: regmean\nbase_model: {tiny_base}\nstatistics: released\nmodels:\n{lines}"
     )
-    merged = confide("merge", recipe, "--out", tmp_path / "released", "--json")
-    assert merged.json()["claim"]["epsilon"] > 0
+    released = confide("merge", recipe, "--out", tmp_path / "released", "--json")
+    assert released.json()["claim"]["epsilon"] > 0
+    again = ("verify", tmp_path / "released", "--base", tiny_base, *inputs, "--sample", 1000, "--json")
+    assert confide(*again).json()["checks"][-1]["result"] == "ok"

@@ -207,6 +207,7 @@ BAD_OPTIONS: dict[str, tuple[tuple[object, ...], str]] = {
     "test size": (("--test-size", 1), "test size"),
     "unit column": (("--unit", "user"), "user"),
     "task name": (("--task", "my task"), "'my task' can't name a folder"),
+    "longer than the positions": (("--max-length", 33), "max_length is 33, but the base reads at most 32"),
     "no such base": (("--base", "/no/such/base"), "no such folder"),
     "hub base offline": (("--base", "someone/no-such-model"), "Hugging Face hub"),
     "no such file": (("--data", "missing.csv"), "missing.csv"),
@@ -485,11 +486,12 @@ def test_options_that_would_do_nothing(train: Train, reviews: Path, tmp_path: Pa
 
 
 def test_every_rule_from_the_command_line(train: Train, reviews: Path, tmp_path: Path) -> None:
-    """Adaptive clipping, bias correction, a warmup and a published accuracy, in one claim."""
+    """Adaptive clipping, bias correction, a warmup, bfloat16 and a published accuracy, in one claim."""
     answer = train(
         reviews,
         *("--clipping", "adaptive", "--count-noise", 20, "--bias-correction", 1e-4, "--decay", "cosine"),
         *("--steps", 3, "--warmup", 1, "--publish-accuracy", 4, "--memory", "64GiB", "--json"),
+        *("--precision", "bfloat16"),
     )
     found = answer.json()
     statement = verify(tmp_path / "run" / "release")

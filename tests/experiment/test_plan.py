@@ -120,6 +120,21 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"merges": [{"operator": "regmean"}]},
         "regmean needs grams of each model",
     ),
+    "released statistics that no method releases": (
+        {"merges": [{"operator": "regmean", "statistics": "released"}]},
+        "regmean takes released grams, but no method releases them: give one `release_statistics: grams`",
+    ),
+    "released statistics of another kind": (
+        {
+            "methods": {"dp-adamw": {"release_statistics": "grams"}},
+            "merges": [{"operator": "fisher", "statistics": "released"}],
+        },
+        "fisher takes released fisher, but no method releases them",
+    ),
+    "statistics for an operator that needs none": (
+        {"merges": [{"operator": "ties", "statistics": "released"}]},
+        "operator ties needs no statistics",
+    ),
     "two merges of one operator": ({"merges": [{"operator": "ties"}] * 2}, "two merges have the name 'ties'"),
     "name of a merge": ({"merges": [{"operator": "ties", "name": "a b"}]}, "can't name a folder"),
     "unknown key of statistics": ({"statistics": {"corpus": "brown", "text": 3}}, "did you mean 'texts'"),

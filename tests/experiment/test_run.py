@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from confide.privacy.composition import check
 from confide.privacy.events import Composed
 from confide.privacy.statement import read as read_statement
 from confide.release.write import verify
+from confide.report.scores import score_table
 from confide.report.study import Study
 
 Sentences = Callable[[int, int], list[tuple[str, str]]]
@@ -205,6 +207,51 @@ def test_limits(tiny_base: Path, sentences: Sentences, tmp_path: Path) -> None:
     whole = module.load_task(plan.tasks[0])
     assert set(task.train.texts) < set(whole.train.texts)
     assert set(task.test.texts) < set(whole.test.texts)
+
+
+def test_merges_by_released_statistics(tiny_base: Path, sentences: Sentences, tmp_path: Path) -> None:
+    """Each method's models are merged by what they released, and the query is in every claim."""
+    rows = {"films": sentences(60, 1), "plays": sentences(60, 2)}
+    asked = {"method": "dp-merging", "statistics_noise": 3.0}
+    plan = make_plan(
+        tiny_base,
+        tmp_path,
+        rows,
+        pretrained=None,
+        methods={
+            "by-grams": asked | {"release_statistics": "grams"},
+            "by-fisher": asked | {"release_statistics": "fisher"},
+            "plain": {"method": "dp-merging"},
+        },
+        merges=[
+            {"operator": "average"},
+            {"operator": "regmean", "statistics": "released"},
+            {"operator": "fisher", "statistics": "released"},
+        ],
+        seeds=[0],
+    )
+    study = run(plan, tmp_path / "out", silent)
+    merged = [(row.method, row.operator) for row in study.rows if row.operator != "individual"]
+    assert merged == [
+        ("by-grams", "average"),
+        ("by-grams", "regmean"),
+        ("by-fisher", "average"),
+        ("by-fisher", "fisher"),
+        ("plain", "average"),
+    ]
+    for method, operator, purpose in (("by-grams", "regmean", "gram"), ("by-fisher", "fisher", "fisher")):
+        folder = tmp_path / f"out/merged/{method}-{operator}-seed-0"
+        report = json.loads((folder / "merge-report.json").read_text())
+        assert [each["origin"] for each in report["statistics"]] == ["released", "released"]
+        assert [each["source"] for each in report["statistics"]] == list(rows)
+        statement = read_statement(folder)
+        check(statement)
+        assert statement.claim is not None
+        for spending in statement.spendings:
+            assert spending.schedule is not None
+            assert [query.purpose for query in spending.schedule.queries] == [purpose]
+    assert not (tmp_path / "out/statistics").exists()
+    score_table(study.rows)
 
 
 def test_merges_by_public_statistics(tiny_base: Path, sentences: Sentences, tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def bert(tiny_base: Path) -> Callable[..., Bound]:
             micro_batches=micro_batches(encoded, budget),
             labels=labels,
             units=units or UnitMap.records(ROWS),
-            anchor_gradient=Anchor(adapted).gradient,
+            anchor_gradient=Anchor(adapted, adapted.encoder).gradient,
         )
 
         def loss(row: int) -> Tensor:

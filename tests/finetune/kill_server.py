@@ -25,7 +25,7 @@ import torch
 import confide.finetune.folder
 import confide.privacy.ledger  # noqa: F401  (imported by every run, so once for all)
 from confide.cli import main
-from confide.finetune import charge, checkpoint, run
+from confide.finetune import charge, checkpoint, methods, run
 from confide.gradients.keys import Key, Keys
 from confide.merging import merge, plan
 
@@ -117,7 +117,7 @@ def warm_up(arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    run.calibrate = cache(run.calibrate)  # type: ignore[attr-defined]
+    methods.calibrate = cache(methods.calibrate)  # type: ignore[attr-defined]
     for line in sys.stdin:
         request = json.loads(line)
         if request.get("warm"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -332,6 +333,43 @@ def test_a_bad_record_costs_itself(line: MakeLine, bad: float, part: int | None)
     assert spoiled.weight.isfinite().all()
     torch.testing.assert_close(spoiled.weight, clean.weight, rtol=1e-12, atol=1e-14)
     assert [step.units for step in history.steps] == [8, 8, 8]
+
+
+RULES = {
+    "flat": Clipping("flat", 0.5),
+    "normalised": Clipping("normalised", 0.5),
+    "per-role": Clipping("per-role", 0.5, shares=(1.0,)),
+    "adaptive": Clipping("adaptive", 0.5, count_noise=0.3),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("value", [1e-30, 1e30, 1e-45, float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("cancels", [False, True])
+def test_a_whole_batch_of_extreme_records(line: MakeLine, rule: str, value: float, cancels: bool) -> None:
+    """Sums stay within what six records may add, weights finite, and an adaptive bound in its range."""
+    x = torch.full((6, 3), value, dtype=torch.float32)
+    labels = torch.arange(6) % 2 if cancels else None
+    spoiled = line(x, labels=labels)
+    schedule = line_schedule(steps=1, denominator=6.0, clipping=RULES[rule])
+    train(spoiled.binding, schedule, Keys.fixed(0))
+    assert float(spoiled.weight.double().norm()) <= 0.5
+    history = train(spoiled.binding, line_schedule(steps=3, clipping=RULES[rule]), Keys.fixed(0))
+    assert spoiled.weight.isfinite().all()
+    assert all(5e-5 <= step.bound <= 5e3 for step in history.steps)
+
+
+def test_one_tensor_under_two_names(line: MakeLine) -> None:
+    tied = line(torch.ones(4, 2))
+    weight = tied.module.weight
+    binding = Binding(**{**vars(tied.binding), "parameters": {"table": weight, "head": weight}})
+    (stream,) = line_schedule().streams
+    streams = tuple(
+        replace(stream, name=name, groups=(ParameterGroup("head", (name,), 1.0, anchored=False),))
+        for name in ("table", "head")
+    )
+    with pytest.raises(ModelError, match="head and table are one tied tensor"):
+        train(binding, Schedule(streams), Keys.fixed(0))
 
 
 def test_a_text_that_overflows_costs_itself(bert: Make) -> None:

@@ -13,10 +13,11 @@ import torch
 
 from confide.errors import ConfigError
 from confide.finetune import memory, run
-from confide.finetune.memory import _Live, bytes_of, forget_peak, micro_batch_tokens, peak_bytes
+from confide.finetune.memory import _Live, forget_peak, micro_batch_tokens, peak_bytes
 from confide.finetune.run import FineTuned, PublicBase, finetune, prepare
 from confide.finetune.settings import Settings
 from confide.models.backbones import load_classifier
+from confide.sizes import bytes_of
 from confide.tasks.records import TaskData
 
 MakeTask = Callable[..., TaskData]
@@ -33,15 +34,6 @@ def plan(base: Path, task: TaskData, **settings: Any) -> tuple[Any, Any]:
         task, load_classifier(base, task.labels, 0), Settings.of(SMALL | settings)
     )
     return adapted, schedule
-
-
-def test_sizes() -> None:
-    assert [bytes_of(text) for text in ("8GiB", "500MB", "1.5MiB", "2GB")] == [
-        8 * 2**30,
-        500 * 10**6,
-        3 * 2**19,
-        2 * 10**9,
-    ]
 
 
 def test_what_lives_at_once_is_counted() -> None:
@@ -83,7 +75,7 @@ def test_an_impossible_budget_says_what_would_do(
     with pytest.raises(ConfigError, match=r"memory is 50 MiB.*at least \d+MiB") as refused:
         micro_batch_tokens(50 * 2**20, adapted, schedule, **values)
     enough = str(refused.value).split("at least ")[1].split(",")[0]
-    assert micro_batch_tokens(bytes_of(enough), adapted, schedule, **values) >= 4 * 16
+    assert micro_batch_tokens(bytes_of(enough, "memory"), adapted, schedule, **values) >= 4 * 16
 
 
 def test_the_size_of_micro_batches_changes_rounding_only(

@@ -10,7 +10,8 @@ import pytest
 from pydantic import ValidationError
 
 from confide.errors import ConfigError
-from confide.finetune.methods import DEFAULT_ANCHOR, schedule
+from confide.finetune.ascent import DEFAULT_ANCHOR
+from confide.finetune.methods import schedule
 from confide.finetune.settings import Settings
 from confide.models.adapters import Adapted, Trainable, adapt
 from confide.models.backbones import load_classifier

@@ -103,7 +103,7 @@ class Bound:
             micro_batches=micro_batches(encoded, 30),
             labels=LABELS[:rows],
             units=UnitMap.records(rows),
-            anchor_gradient=Anchor(self.adapted).gradient,
+            anchor_gradient=Anchor(self.adapted, self.schedule.anchored).gradient,
             experts=bind_experts(self.adapted.experts, OWNER[:rows] if owned else None),
         )
 
@@ -124,10 +124,29 @@ def make(sparse_base: Path, make_task: Callable[..., TaskData]) -> Make:
     return lambda settings, **options: Bound(sparse_base, make_task(), settings, **options)
 
 
+def distance_of(bound: Bound) -> Callable[[], Tensor]:
+    """‖W − W₀‖² over everything but the head, adapters multiplied out."""
+    base, now = bound.values(), dict(bound.model.named_parameters())
+    heads = {*bound.adapted.head}
+
+    def distance() -> Tensor:
+        total = torch.zeros((), dtype=torch.double)
+        for name in {*bound.schedule.parameters} - heads:
+            if "lora_A" in name:
+                a, b = now[name], now[name.replace("lora_A", "lora_B")]
+                total = total + (16.0 / a.shape[-2] * b @ a).square().sum()  # alpha is 16
+            elif "lora_B" not in name:
+                total = total + (now[name] - base[name]).square().sum()
+        return total
+
+    return distance
+
+
 def silent(schedule: Schedule) -> Schedule:
     return schedule.with_noise(0)
 
 
+MERGING = {"ascent": "paired", "ascent_radius": 0.2, "anchor": 0.05}
 CASES: dict[str, dict[str, Any]] = {
     "raptor": {},
     "raptor, experts' weights": {"train": "weights"},
@@ -150,6 +169,14 @@ CASES: dict[str, dict[str, Any]] = {
     "one-draw": {"variant": "one-draw"},
     "one-clip": {"variant": "one-clip"},
     "one-stream": {"variant": "one-stream"},
+    "raptor, ascents and anchor": {"more": MERGING},
+    "raptor, experts' weights, fresh ascents, decoupled anchor": {
+        "train": "weights",
+        "trainable": {"kind": "blocks", "blocks": 1},
+        "more": {"ascent": "fresh", "ascent_radius": 0.2, "anchor": 0.4, "anchor_form": "decoupled"},
+    },
+    "one-draw, lagged ascents": {"variant": "one-draw", "more": {"ascent": "lagged", "ascent_radius": 0.2}},
+    "monolithic, ascents and anchor": {"variant": "monolithic", "more": MERGING},
     "shared-only": {"variant": "shared-only"},
     "experts-only": {"variant": "experts-only"},
     "monolithic": {"variant": "monolithic"},
@@ -170,7 +197,7 @@ def test_weights_are_those_of_autograd_record_by_record(make: Make, case: str) -
         theirs.model.get_parameter(name).requires_grad_(True)
     units = [[row] for row in range(ROWS)]
     reference = Reference(
-        theirs.model, theirs.loss, units, KEYS.sampling, lambda: torch.zeros(()), OWNER.tolist()
+        theirs.model, theirs.loss, units, KEYS.sampling, distance_of(theirs), OWNER.tolist()
     )
     reference.run(schedule)
     found, expected = ours.values(), theirs.values()
@@ -300,6 +327,24 @@ def test_the_paper_s_schedules_cost_what_the_reference_says(make: Make) -> None:
     (both,) = leaves(methods.schedule(_variant(settings, "one-draw"), bound.adapted, 67349).event())
     assert isinstance(both, PoissonGaussian)
     assert both.noise_multipliers == (1.0, 1.0)
+
+
+def test_both_streams_pay_for_their_ascents(make: Make) -> None:
+    adapted = make(settings_of()).adapted
+
+    def planned(more: dict[str, Any]) -> Schedule:
+        settings = settings_of(more={**more, "expected_batch": 1000, "steps": 100})
+        return methods.with_budget(methods.schedule(settings, adapted, 67349), settings, Budget(4.0, 1e-6))
+
+    found, plain = planned(MERGING), planned({})
+    events = [event for event in leaves(found.event()) if isinstance(event, PoissonGaussian)]
+    assert [len(event.noise_multipliers) for event in events] == [2, 2]
+    assert 3.99 <= epsilon(found.event(), 1e-6).epsilon <= 4.0
+    for stream, single in zip(found.streams, plain.streams, strict=True):
+        assert stream.ascent_noise == stream.noise_multiplier
+        assert stream.noise_multiplier == pytest.approx(2**0.5 * single.noise_multiplier, rel=1e-3)
+    assert {*found.anchored} == {*found.parameters} - {*adapted.head}
+    assert not plain.anchored
 
 
 def _variant(settings: Settings, name: str) -> Settings:
@@ -432,8 +477,8 @@ def test_refusals(make: Make, sparse_base: Path, tiny_base: Path, make_task: Cal
         train(unowned, bound.schedule, KEYS)
     with pytest.raises(ConfigError, match="belong to method raptor"):
         Settings.of({"method": "dp-adamw", "experts": {"layer": "last"}})
-    with pytest.raises(ConfigError, match="no ascent and no anchor"):
-        Settings.of({"method": "raptor", "ascent": "paired"})
+    with pytest.raises(ConfigError, match="weight_decay pulls to 0"):
+        make(settings_of(more={"anchor": 0.1, "weight_decay": 0.1}))
     with pytest.raises(ConfigError, match="did you mean 'shared_share'"):
         Settings.of({"method": "raptor", "experts": {"shared_shar": 0.8}})
     with pytest.raises(ConfigError, match="release_statistics knows none of experts"):

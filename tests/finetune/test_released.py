@@ -283,7 +283,7 @@ def test_released_grams_are_near_the_exact_ones(
     base: PublicBase, make_task: MakeTask, tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With hardly any noise: RegMean merges as it does from the same texts without privacy."""
-    monkeypatch.setattr("confide.finetune.run.calibrate", lambda schedule, budget: schedule)
+    monkeypatch.setattr("confide.finetune.methods.calibrate", lambda schedule, budget: schedule)
     folders, files = [], []
     for seed, name in enumerate(("films", "plays"), start=1):
         task = make_task(name, seed=seed)

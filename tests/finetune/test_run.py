@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import confide
@@ -22,6 +23,7 @@ from confide.models.backbones import load_classifier
 from confide.privacy.accountant import epsilon
 from confide.privacy.composition import check
 from confide.privacy.events import leaves
+from confide.privacy.ledger import Ledger
 from confide.privacy.streams import Schedule
 from confide.privacy.units import UnitMap
 from confide.release.write import verify
@@ -68,6 +70,22 @@ def test_the_statement_is_about_the_schedule_that_ran(
     assert statement.claim.epsilon == epsilon(tuned.schedule.event(), 1e-6).epsilon
     assert statement.base == base.identity
     check(statement)
+
+
+def test_a_base_whose_loss_is_nan_from_the_start(
+    make_base: Callable[..., Path], make_task: MakeTask, tmp_path: Path
+) -> None:
+    """Found on made-up rows, before anything is charged."""
+    folder = make_base(seed=9)
+    state = load_file(folder / "model.safetensors")
+    state["embeddings.LayerNorm.weight"][0] = torch.nan
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    ledger = Ledger.open(str(tmp_path / "ledger.sqlite"))
+    settings = Settings.of(SMALL)
+    base = PublicBase.of(str(folder))
+    with pytest.raises(ModelError, match="NaN from the start"):
+        finetune(prepare(make_task(), base, 20), base, settings, ledger=ledger)
+    assert [charge.state for charge in ledger.account("reviews").charges] == ["refunded"]
 
 
 def test_a_base_is_named_and_not_placed(base: PublicBase, tiny_base: Path) -> None:

@@ -578,6 +578,14 @@ def test_checkpointing_still_saves_memory() -> None:
         engine.add(losses, torch.arange(2), 2, Clipping("flat", 1.0))
 
 
+RULES = {
+    "flat": Clipping("flat", 0.25),
+    "normalised": Clipping("normalised", 0.25, 1e-3),
+    "per-role": Clipping("per-role", 0.25, shares=(0.3, 0.7)),
+    "adaptive": Clipping("adaptive", 0.25, count_noise=1.0),
+}
+
+
 class Spoiled(nn.Module):
     """Every new kind of contribution, fed with rows of any magnitude."""
 
@@ -608,7 +616,7 @@ VALUES = st.sampled_from(
     st.integers(0, 2**31),
     st.lists(VALUES, min_size=4, max_size=4),
     VALUES,
-    st.sampled_from(["flat", "normalised"]),
+    st.sampled_from(sorted(RULES)),
     st.booleans(),
 )
 def test_no_extreme_record_moves_the_sum_further_than_the_bound(
@@ -622,12 +630,13 @@ def test_no_extreme_record_moves_the_sum_further_than_the_bound(
     factor = torch.full((1, 1, 1), u, dtype=torch.float32)
     others = torch.randn(2, 4, 40, generator=generator, dtype=torch.float32)
     ones = torch.ones(2, 1, 1, dtype=torch.float32)
-    bound = 0.25
-    engine = Engine(model, dict(model.named_parameters()))
+    bound, clipping = 0.25, RULES[rule]
+    names = dict(model.named_parameters())
+    engine = Engine(model, names, {name: number % 2 for number, name in enumerate(names)})
 
     def total(x: Tensor, u: Tensor) -> dict[str, Tensor]:
         with engine:
-            norms = engine.add(model(x, u), torch.arange(len(x)), len(x), Clipping(rule, bound, 1e-3))  # type: ignore[arg-type]
+            norms = engine.add(model(x, u), torch.arange(len(x)), len(x), clipping)
         assert norms.dtype == torch.float64
         return engine.take()
 

@@ -102,11 +102,11 @@ def test_verify_merges_some_tensors_again(
         (["{recipe}", "--out", "x", "--density", "0.1"], "is a recipe: write parameters and heads there"),
         (
             ["{recipe}", "--out", "x", "--memory", "lots"],
-            "--memory is a size such as 5GB or 500MB, not 'lots'",
+            "--memory is a size such as 5GB or 500MiB, not 'lots'",
         ),
         (
             ["{recipe}", "--out", "x", "--memory", "1KB"],
-            "ties needs .* GB of memory for chunks of every model",
+            "ties needs .* MB of private memory for chunks of every model",
         ),
         (["{recipe}", "--out", "x", "--shard-size", "0GB"], "--shard-size is a size"),
         (["{folder}", "--out", "x"], "name the public base of the models with --base"),

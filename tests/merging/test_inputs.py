@@ -13,8 +13,10 @@ from safetensors.numpy import load_file, save_file
 from confide.errors import MergeError, ModelError, ReleaseError
 from confide.merging.inputs import read_inputs
 from confide.merging.merge import merge, write
-from confide.merging.plan import plan_models
+from confide.merging.plan import Plan, plan_models
+from confide.models.releases import load_release
 from confide.release import format, tensors
+from confide.release.export import export
 from confide.release.write import verify
 
 from .conftest import make_base, make_release
@@ -158,6 +160,28 @@ def test_a_head_where_asked(llamas: Path, tmp_path: Path) -> None:
     assert [head.tensors for head in report.info.heads] == [("lm_head.weight",)] * 2
     read_back = format.read(tmp_path / "merged")
     assert read_back.heads[0].labels == ()
+    with pytest.raises(ReleaseError, match=r"causal-two is no classifier; `confide export` writes its model"):
+        load_release(tmp_path / "merged", "causal-two")
+
+
+@pytest.mark.parametrize("base", ["causal", "tied"])
+def test_plain_transformers_loads_a_model_with_its_own_output_layer(
+    llamas: Path, base: str, tmp_path: Path
+) -> None:
+    """Also where the base's output layer is its embedding: a task's own one isn't tied again."""
+    from transformers import AutoModelForCausalLM
+
+    models = [llamas / "causal-one", llamas / "causal-two"]
+    plan = plan_models(models, base=llamas / base, operator="average", heads=["lm_head"])
+    write(plan, tmp_path / "merged")
+    export(tmp_path / "merged", "causal-two", tmp_path / "two")
+    model, found = AutoModelForCausalLM.from_pretrained(tmp_path / "two", output_loading_info=True)
+    assert not any(found.values())
+    own = load_file(models[1] / "model.safetensors")["lm_head.weight"]
+    np.testing.assert_array_equal(model.lm_head.weight.detach().numpy(), own)
+    body = load_file(tmp_path / "merged" / "model.safetensors")
+    for name, values in model.model.state_dict().items():
+        np.testing.assert_array_equal(values.numpy(), body[f"model.{name}"])
 
 
 def test_tied_weights_are_written_once(llamas: Path, tmp_path: Path) -> None:
@@ -237,13 +261,27 @@ def test_a_full_disk_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_disk_that_is_too_small_is_noticed_before(
+    base: Path, releases: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = shutil.disk_usage(tmp_path)
+    written = merge(releases, base=base, operator="average", out=tmp_path / "whole")
+    assert written.merged
+    size = sum(path.stat().st_size for path in (tmp_path / "whole").rglob("*.safetensors"))
+    monkeypatch.setattr(Plan, "rule", lambda plan: pytest.fail("the models were read"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: real._replace(free=size // 2))
+    with pytest.raises(ReleaseError, match=r"the merge takes .* GB, but only .* GB are free in "):
+        merge(releases, base=base, operator="average", out=tmp_path / "deep" / "merged")
+    assert [path.name for path in tmp_path.iterdir()] == ["whole"]
+
+
 def test_memory_that_isnt_enough(base: Path, releases: tuple[Path, Path], tmp_path: Path) -> None:
     plan = plan_models(releases, base=base, operator="actmat")
     needed, what = plan.memory()
     assert "matrix " in what
     write(plan, tmp_path / "enough", memory=needed)
-    with pytest.raises(MergeError, match=r"actmat needs .* GB of memory for matrix .* are allowed"):
-        write(plan, tmp_path / "merged", memory=needed - 1)
+    with pytest.raises(MergeError, match=r"actmat needs .* MB of private memory for matrix .* are allowed"):
+        write(plan, tmp_path / "merged", memory=needed // 2)
     assert not (tmp_path / "merged").exists()
 
 

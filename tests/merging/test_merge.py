@@ -131,6 +131,7 @@ def test_the_report_measures_every_tensor(base: Path, releases: tuple[Path, Path
         "agreement",
         "base",
         "models",
+        "statistics",
         "facts",
         "tensors",
     }

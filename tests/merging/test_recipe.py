@@ -69,10 +69,12 @@ def test_a_recipe_is_read(tmp_path: Path) -> None:
     assert not is_recipe([Path("a"), Path("b.yaml")])
     short = read(file(tmp_path, "merge_method: task_arithmetic\nmodels: [a, b]\nstatistics: data-free\n"))
     assert (short.operator, [m.path.name for m in short.models]) == ("task-arithmetic", ["a", "b"])
-    assert read(file(tmp_path, f"{TEXT}statistics: {{public: [x, y]}}\n")).statistics == (
-        Path("x"),
-        Path("y"),
-    )
+    files = read(file(tmp_path, f"{TEXT}statistics: {{public: [x.safetensors, y.safetensors]}}\n"))
+    assert files.statistics == (Path("x.safetensors"), Path("y.safetensors"))
+    assert files.text is None
+    text = read(file(tmp_path, f"{TEXT}statistics: {{public: corpus.txt}}\n"))
+    assert text.text == Path("corpus.txt")
+    assert read(file(tmp_path, f"{TEXT}statistics: released\n")).text is None
 
 
 @pytest.mark.parametrize(
@@ -99,6 +101,8 @@ def test_a_recipe_is_read(tmp_path: Path) -> None:
         ("heads: score", "slices: []", r":22: slices: not supported; models are merged whole"),
         ("heads: score", "statistics: secret", r":22: statistics: must be data-free, released"),
         ("heads: score", "statistics: {private: x}", r":22: statistics\.private: unknown key"),
+        ("heads: score", "statistics: {public: [x, y]}", r":22: statistics\.public: x is no file of stat"),
+        ("heads: score", "statistics: {public: []}", r":22: statistics\.public: needs files"),
         ("heads: score", "heads: 3", r":22: heads: needs a list of patterns"),
         ("heads: score", "disjoint: true", r":22: disjoint is there twice"),
         ("heads: score", "heads: [", r":2[23]: not YAML"),

@@ -15,7 +15,8 @@ from transformers import AutoTokenizer
 from confide.errors import DataError
 from confide.gradients.losses import IGNORED
 from confide.release.format import TEXT_CLASSES, Problem
-from confide.tasks.files import Columns, read_inputs, read_records, read_task
+from confide.tasks.columns import Columns
+from confide.tasks.files import read_inputs, read_records, read_task
 from confide.tasks.images import Images
 from confide.tasks.overlap import check_disjoint
 from confide.tasks.text import encode

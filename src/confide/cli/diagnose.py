@@ -13,7 +13,7 @@ from confide.cli.output import print_json, print_table
 
 def diagnose(
     run: Annotated[
-        Path, typer.Argument(help="Folder that `confide train --diagnostics` wrote, or its diagnostics.json.")
+        Path, typer.Argument(help="Folder of `confide train --diagnostics`, or where diagnostics.json is.")
     ],
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
@@ -40,7 +40,8 @@ def read(run: Path) -> dict[str, Any]:
     from confide.errors import ConfigError
     from confide.finetune.diagnostics import FILE_NAME, SCHEMA
 
-    file = run if run.is_file() else run / "private" / FILE_NAME
+    places = (run, run / FILE_NAME, run / "private" / FILE_NAME)
+    file = next((place for place in places if place.is_file()), places[-1])
     try:
         found = parser.loads(file.read_text(encoding="utf-8"))
     except OSError:
@@ -138,6 +139,8 @@ def remarks(found: Mapping[str, Any]) -> list[str]:
             f"largest {even['largest_bias']:.3f} (at most {even['largest_bound']:.3f}), root mean square "
             f"{even['variation']:.3f} (at least {even['least_variation']:.3f})."
         )
+    if found["silent"] is not None:
+        lines.append(f"{_percent(found['silent'])} of the records have no gradient at all at their owner.")
     if stable := found["stability"]:
         lines.append(
             f"Owners after training: {_percent(stable['changed'])} changed; "

@@ -22,6 +22,9 @@ def evaluate(
     text_pair: Annotated[str | None, typer.Option(help="Column of second texts, for pairs.")] = None,
     tokens: Annotated[str | None, typer.Option(help="Column of lists of words; tokens if left out.")] = None,
     image: Annotated[str | None, typer.Option(help="Column of paths of images; image if left out.")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Column of texts that a language model is to write.")
+    ] = None,
     label: Annotated[str, typer.Option(help="Column of labels.")] = "label",
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
@@ -42,12 +45,20 @@ def evaluate(
             text_pair=text_pair,
             tokens=tokens,
             image=image,
+            target=target,
             problem=head.problem,
         )
     )
-    value = model.score(records)
-    result = {"task": head.task, "metric": head.metric, "score": value, "records": len(records)}
+    scores = model.scores(records)
+    result = {
+        "task": head.task,
+        "metric": head.metric,
+        "score": scores[head.metric],
+        **({"scores": scores} if len(scores) > 1 else {}),
+        "records": len(records),
+    }
     if json:
         print_json(result)
     else:
-        print(f"{head.task}: {in_words(head.metric, value)} on {len(records)} records (not noised)")
+        said = ", ".join(in_words(metric, value) for metric, value in scores.items())
+        print(f"{head.task}: {said} on {len(records)} records (not noised)")

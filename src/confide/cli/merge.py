@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +14,6 @@ from confide.cli.output import print_json, print_table
 from confide.cli.progress import progress_bars
 
 _OPERATORS = "average, linear, task-arithmetic, ties, pcb, wudi, actmat, regmean, fisher"
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 if TYPE_CHECKING:
     from confide.merging.merge import MergeReport
@@ -47,7 +47,10 @@ def merge(
     ] = None,
     statistics: Annotated[
         list[Path] | None,
-        typer.Option(help="regmean and fisher: a statistics file for each model, in any order."),
+        typer.Option(
+            help="regmean and fisher: a statistics file for each model, in any order; or one public text, "
+            "on which they are computed first."
+        ),
     ] = None,
     heads: Annotated[
         list[str] | None,
@@ -74,7 +77,8 @@ def merge(
     memory: Annotated[
         str | None,
         typer.Option(
-            help="Private memory that the merge may need, such as 4GB; an error where it isn't enough."
+            help="Private memory that the merge may take beside Python and its libraries, such as 500MB; "
+            "where that isn't enough it stops before it writes."
         ),
     ] = None,
     dry_run: Annotated[
@@ -84,27 +88,31 @@ def merge(
 ) -> None:
     """Merge models into one that serves every task."""
     from confide.errors import MergeError
-    from confide.merging.merge import write
+    from confide.merging.merge import check_free, write
+    from confide.sizes import bytes_of
 
     if out is None and not dry_run:
         raise MergeError("name the folder to write with --out, or look first with --dry-run")
-    shard, limit = _size("--shard-size", shard_size), _size("--memory", memory) if memory else None
+    if out is not None:
+        check_free(out)
+    shard = bytes_of(shard_size, "--shard-size")
+    limit = bytes_of(memory, "--memory") if memory is not None else None
     parameters = _parameters(set_ or [])
     parameters |= {
         name: value for name, value in (("density", density), ("scale", scale)) if value is not None
     }
     apart = _checked(disjoint_checked, disjoint_date) or disjoint
     signs = None if dry_run else signing_key(key)
-    plan = _plan(models, base, operator, parameters, statistics or [], heads, apart)
+    plan, text = _plan(models, base, operator, parameters, statistics or [], heads, apart)
     if not json:
         for difference in plan.disagreements():
             print(f"Beware: the models weren't trained alike: {difference}.")
     if dry_run:
         return _show(plan, shard, json)
     assert out is not None
-    with progress_bars(show=not json) as progress:
+    with _computed(plan, text) as ready, progress_bars(show=not json) as progress:
         report = write(
-            plan,
+            ready,
             out,
             key=signs,
             shard_size=shard,
@@ -125,12 +133,15 @@ def _plan(
     statistics: list[Path],
     heads: list[str] | None,
     disjoint: bool | OwnersChecked,
-) -> Plan:
+) -> tuple[Plan, Path | None]:
+    """What is to be merged, and the public text on which its statistics are still to be computed."""
     from confide.errors import MergeError
     from confide.merging import recipe as recipes
     from confide.merging.plan import plan_models, plan_recipe
+    from confide.merging.statistics import split
     from confide.models.backbones import resolve
 
+    files, text = split(statistics)
     if recipes.is_recipe(models):
         if parameters or heads:
             raise MergeError(f"{models[0]} is a recipe: write parameters and heads there, not as options")
@@ -138,18 +149,32 @@ def _plan(
         named = base or recipe.base
         if named is None:
             raise MergeError(f"{models[0]} names no base_model; add it, or give --base")
-        return plan_recipe(recipe, resolve(named), statistics, disjoint)
+        return plan_recipe(recipe, resolve(named), files, disjoint), text or recipe.text
     if base is None:
         raise MergeError("name the public base of the models with --base")
-    return plan_models(
+    plan = plan_models(
         models,
         base=resolve(base),
         operator=operator,
         parameters=parameters,
-        statistics=statistics,
+        statistics=files,
         heads=heads,
         disjoint=disjoint,
     )
+    return plan, text
+
+
+@contextmanager
+def _computed(plan: Plan, text: Path | None) -> Iterator[Plan]:
+    """The plan with statistics on the text, where there is one; their files live as long as the block."""
+    if text is None:
+        yield plan
+        return
+    from confide.finetune.statistics import statistics_on
+
+    models = [item.path for item in plan.inputs]
+    with statistics_on(text, models, plan.operator.needs, plan.public.folder) as files:
+        yield plan.with_statistics(files)
 
 
 def _parameters(settings: list[str]) -> dict[str, Any]:
@@ -162,16 +187,6 @@ def _parameters(settings: list[str]) -> dict[str, Any]:
             raise MergeError(f"--set takes NAME=VALUE, each name once, not {text!r}")
         found[name] = value
     return found
-
-
-def _size(option: str, text: str) -> int:
-    from confide.errors import MergeError
-
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?i?B?)", text.strip(), re.IGNORECASE)
-    unit = _UNITS.get(match[2].upper()) if match else None
-    if match is None or unit is None or float(match[1]) <= 0:
-        raise MergeError(f"{option} is a size such as 5GB or 500MB, not {text!r}")
-    return int(float(match[1]) * unit)
 
 
 def _show(plan: Plan, shard_size: int, json: bool) -> None:

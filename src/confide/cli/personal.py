@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from confide.cli.keys import Key, signed, signing_key
 from confide.cli.output import print_json, print_table
 from confide.cli.progress import progress_bars
 
@@ -119,12 +120,13 @@ def apply(
     merged: _Merged,
     file: Annotated[Path, typer.Argument(help="A personal file that was packed for this merge.")],
     out: _Out,
+    key: Key = None,
     json: _Json = False,
 ) -> None:
     """Write the merge with one task's personal file as a release."""
     from confide.merging.personal.apply import apply as apply_file
 
-    _print_applied(apply_file(merged, file, out=out), [file], out, json)
+    _print_applied(apply_file(merged, file, out=out, key=signing_key(key)), [file], out, json)
 
 
 @app.command("fuse")
@@ -144,6 +146,7 @@ def fuse(
         bool,
         typer.Option("--disjoint", help="I declare that nobody's data is in two of all the data sets."),
     ] = False,
+    key: Key = None,
     json: _Json = False,
 ) -> None:
     """Write the merge with the personal files of similar tasks, for a task that has none."""
@@ -151,13 +154,16 @@ def fuse(
     from confide.merging.personal.apply import fuse as fuse_files
     from confide.merging.personal.similarity import head_similarities
 
+    signs = signing_key(key)
     if bool(description) != (base is not None):
         raise ConfigError("--description and --base go together: the base embeds the descriptions")
     if base is None:
         similarities = head_similarities(head, files)
     else:
         similarities = _description_similarities(description, files, base)
-    applied = fuse_files(merged, files, head=head, similarities=similarities, out=out, disjoint=disjoint)
+    applied = fuse_files(
+        merged, files, head=head, similarities=similarities, out=out, disjoint=disjoint, key=signs
+    )
     _print_applied(applied, files, out, json)
 
 
@@ -216,12 +222,19 @@ def _claim_json(statement: Statement) -> dict[str, Any]:
 def _print_applied(applied: Applied, files: list[Path], out: Path, json: bool) -> None:
     weights = dict(zip(map(str, files), applied.weights, strict=True))
     if json:
-        facts = {"out": str(out), "task": applied.head.task, "weights": weights}
+        signature = applied.statement.signature
+        facts = {
+            "out": str(out),
+            "task": applied.head.task,
+            "weights": weights,
+            "signed_by": signature.key if signature else None,
+        }
         print_json(facts | _claim_json(applied.statement))
         return
     if len(files) > 1:
         print_table("Weights", ("personal file", "weight"), [(f, f"{w:.4f}") for f, w in weights.items()])
     print(_claim(applied.statement))
+    print(signed(applied.statement))
     print(f"Written to {out}, for {applied.head.task}; `confide privacy show {out}` recomputes the claim.")
 
 

@@ -1,4 +1,4 @@
-"""`confide predict`: labels or numbers for new rows."""
+"""`confide predict`: labels, numbers or texts for new rows."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ def predict(
     out: Annotated[Path | None, typer.Option(help="CSV file to write; the terminal if left out.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Label the rows of a file, in their order."""
+    """Label the rows of a file, in their order; a language model goes on from them."""
     import csv
     import io
 
     from confide import api
     from confide.files import write_text
-    from confide.tasks.files import Columns, read_inputs
+    from confide.tasks.columns import Columns
+    from confide.tasks.files import read_inputs
 
     model = api.load(release, task=task)
     columns = Columns(text=text, text_pair=text_pair, tokens=tokens, image=image)
@@ -49,7 +50,8 @@ def predict(
     elif out is None:
         print(lines.getvalue(), end="")
     else:
-        print(f"{len(predictions)} rows labelled in {out}")
+        does = "answered" if model.head.problem.target == "text" else "labelled"
+        print(f"{len(predictions)} rows {does} in {out}")
 
 
 def _table(problem: Problem, inputs: Any, predictions: Sequence[Mapping[str, Any]]) -> Iterator[list[Any]]:
@@ -63,6 +65,9 @@ def _table(problem: Problem, inputs: Any, predictions: Sequence[Mapping[str, Any
             yield ["row", "number"]
             for row, one in enumerate(predictions, start=1):
                 yield [row, f"{one['number']:.6g}"]
+        case "text":
+            yield ["row", "text"]
+            yield from ([row, one["text"]] for row, one in enumerate(predictions, start=1))
         case "tokens":
             yield ["row", "word", "label"]
             for row, (words, one) in enumerate(zip(inputs, predictions, strict=True), start=1):

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from confide.finetune.settings import Settings
     from confide.privacy.ledger import Ledger
     from confide.privacy.statement import Statement
+    from confide.release.format import Metric
     from confide.tasks.records import TaskData
 
 _NOTE = "The score comes from test records without noise: it is for you, and no part of the release."
@@ -49,6 +50,13 @@ def train(
         str | None, typer.Option(help="Column of lists of words, each with a label of its own.")
     ] = None,
     image: Annotated[str | None, typer.Option(help="Column of paths of images.")] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(help="Column of texts that a language model is to write for those of --text."),
+    ] = None,
+    language_model: Annotated[
+        bool, typer.Option("--language-model", help="Learn the texts of --text themselves.")
+    ] = False,
     image_size: Annotated[int, typer.Option(help="Side that images are resized to, in pixels.")] = 224,
     label: Annotated[str, typer.Option(help="Column of labels.")] = "label",
     label_range: Annotated[
@@ -158,8 +166,10 @@ def train(
     test_size: Annotated[float, typer.Option(help="Share of units kept for testing.")] = 0.2,
     test_data: Annotated[Path | None, typer.Option(help="A test file instead.")] = None,
     metric: Annotated[
-        Literal["accuracy", "macro-f1", "pearson", "spearman", "rmse"] | None,
-        typer.Option(help="Score on the test part; accuracy for classes, pearson for numbers if left out."),
+        Literal["accuracy", "macro-f1", "pearson", "spearman", "rmse", "perplexity"] | None,
+        typer.Option(
+            help="Score on the test part; by default accuracy, of numbers pearson, of texts perplexity."
+        ),
     ] = None,
     publish_accuracy: Annotated[
         float | None,
@@ -168,6 +178,9 @@ def train(
     memory: Annotated[
         str | None, typer.Option(help="About how much the process may take, such as 8GiB.")
     ] = None,
+    precision: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="Of the forward and the backward pass.")
+    ] = "float32",
     max_length: Annotated[int, typer.Option(help="Tokens of a text; longer ones are cut.")] = 64,
     release_statistics: Annotated[
         Literal["grams", "fisher"] | None,
@@ -317,9 +330,9 @@ def _train(
                 progress=progress,
                 unfinished=unfinished,
             )
-            score = result.score()
+            scores = result.scores()
         result.keep_private(folder.side / "private")
-        summary = _summary(result, folder.out, score, signs)
+        summary = _summary(result, folder.out, scores, signs)
         write_json(folder.side / "report" / "results.json", {**summary, "note": _NOTE})
         # The last: where it is, nothing is missing.
         statement = result.release(folder.side / "release", key=signs)
@@ -335,10 +348,12 @@ def _train(
     if json:
         print_json(summary)
     else:
-        _show(result, statement, summary, score)
+        _show(result, statement, summary, scores)
 
 
-def _summary(result: FineTuned, out: Path, score: float, signs: Ed25519PrivateKey | None) -> dict[str, Any]:
+def _summary(
+    result: FineTuned, out: Path, scores: Mapping[Metric, float], signs: Ed25519PrivateKey | None
+) -> dict[str, Any]:
     from confide.privacy.signature import public_text
 
     statement = result.statement
@@ -351,13 +366,16 @@ def _summary(result: FineTuned, out: Path, score: float, signs: Ed25519PrivateKe
         "no_claim": statement.no_claim,
         "signed_by": public_text(signs) if signs else None,
         "metric": result.prepared.task.metric,
-        "score": score,
+        "score": scores[result.prepared.task.metric],
+        **({"scores": scores} if len(scores) > 1 else {}),
         "score_is_private": False,
         "published": [number.model_dump() for number in statement.published],
     }
 
 
-def _show(result: FineTuned, statement: Statement, summary: dict[str, Any], score: float) -> None:
+def _show(
+    result: FineTuned, statement: Statement, summary: dict[str, Any], scores: Mapping[Metric, float]
+) -> None:
     from confide.privacy.calibration import delta_warning
     from confide.privacy.words import describe
     from confide.tasks.metrics import in_words
@@ -369,12 +387,17 @@ def _show(result: FineTuned, statement: Statement, summary: dict[str, Any], scor
         print(f"Warning: {warning}.")
     print(signed(statement))
     task = result.prepared.task
+    said = ", ".join(in_words(metric, score) for metric, score in scores.items())
     print(
-        f"On {len(task.test)} test records: {in_words(task.metric, score)}. "
-        "This number is not noised: it is for you, and no part of the release."
+        f"On {len(task.test)} test records: {said}. "
+        f"{'This number is' if len(scores) == 1 else 'These numbers are'} not noised: "
+        f"{'it is' if len(scores) == 1 else 'they are'} for you, and no part of the release."
     )
+    objective = result.adapted.classifier.problem.objective
+    does = {None: " labels new rows", "masked": None}.get(objective, " goes on from new texts")
     print(
-        f"Release in {summary['release']}; it loads with transformers, and `confide predict` labels new rows."
+        f"Release in {summary['release']}; it loads with transformers"
+        f"{f', and `confide predict`{does}' if does else ''}."
     )
 
 

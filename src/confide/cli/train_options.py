@@ -28,6 +28,8 @@ _EXPERTS = {
 }
 """Option → key of the settings of experts."""
 
+_COLUMNS = ("text", "text_pair", "tokens", "image", "image_size", "label", "target", "language_model")
+
 
 def read_options(
     options: Mapping[str, Any], defaults: Mapping[str, Any]
@@ -79,10 +81,18 @@ def read_options(
             raise ConfigError(
                 f"--dataset names the task too, and {error}; or name the task with --task"
             ) from None
+    if options["language_model"] and options["target"] is not None:
+        raise ConfigError(
+            "--target is what to write for --text, and --language-model the text itself; choose one"
+        )
+    if options["language_model"] or options["target"] is not None:
+        for name in ("label", "labels", "label_range"):
+            if name in changed:
+                raise ConfigError(f"{_spelled(name)} has no effect here: a language model learns texts")
     labels = options["labels"]
     records = read_task(
         Path(options["data"]),
-        **{name: options[name] for name in ("text", "text_pair", "tokens", "image", "image_size", "label")},
+        **{name: options[name] for name in _COLUMNS},
         label_range=_range(options["label_range"]),
         labels=labels.split(",") if labels is not None else None,
         name=options["task"] or options["dataset"],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -41,6 +43,10 @@ def verify(
         str | None,
         typer.Option(help="The public base of the --input models: a folder, hub id or package:NAME."),
     ] = None,
+    statistics: Annotated[
+        list[Path] | None,
+        typer.Option(help="What it was merged by, as in `confide merge`; released statistics are found."),
+    ] = None,
     sample: Annotated[int, typer.Option(min=1, help="How many tensors to merge again, drawn at random.")] = 5,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
@@ -54,7 +60,7 @@ def verify(
         names |= read_trusted(file)
     statement, checks = examine(folder, names, _entries(ledger) if ledger is not None else None)
     if inputs or base:
-        checks = (*checks, _rederived(folder, inputs or [], base, sample))
+        checks = (*checks, _rederived(folder, inputs or [], base, sample, statistics or []))
     failed = [check for check in checks if check.result == "failed"]
     if json:
         print_json(
@@ -78,9 +84,12 @@ def verify(
         )
 
 
-def _rederived(folder: Path, inputs: list[Path], base: str | None, sample: int) -> Check:
+def _rederived(
+    folder: Path, inputs: list[Path], base: str | None, sample: int, statistics: list[Path]
+) -> Check:
     """Whether some tensors of a merge come out of its inputs again."""
     from confide.errors import ConfideError, ConfigError
+    from confide.merging.statistics import split
     from confide.merging.verify import rederive
     from confide.models.backbones import resolve
     from confide.release.verify import Check
@@ -88,7 +97,9 @@ def _rederived(folder: Path, inputs: list[Path], base: str | None, sample: int) 
     if base is None or not inputs:
         raise ConfigError("to merge tensors again, give both --base and every model as --input")
     try:
-        found = rederive(folder, inputs, resolve(base), sample)
+        given, text = split(statistics)
+        with _files(given, text, folder, inputs, resolve(base)) as files:
+            found = rederive(folder, inputs, resolve(base), sample, statistics=files)
     except ConfideError as error:
         return Check("tensors", "failed", str(error))
     if found.differing:
@@ -96,6 +107,18 @@ def _rederived(folder: Path, inputs: list[Path], base: str | None, sample: int) 
     return Check(
         "tensors", "ok", f"{len(found.checked)} of {found.of}, drawn at random, came out the same again"
     )
+
+
+def _files(
+    given: Sequence[Path], text: Path | None, folder: Path, inputs: list[Path], base: Path
+) -> AbstractContextManager[Sequence[Path]]:
+    """Files of statistics: as given, or computed again on the public text."""
+    if text is None:
+        return nullcontext(given)
+    from confide.finetune.statistics import statistics_on
+    from confide.merging.verify import needs
+
+    return statistics_on(text, inputs, needs(folder), base)
 
 
 def _entries(source: str) -> tuple[Entry, ...]:

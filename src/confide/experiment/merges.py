@@ -10,10 +10,11 @@ from confide.errors import DataError
 from confide.experiment.plan import MergePlan, PublicText
 from confide.finetune.prepare import Prepared, score_test
 from confide.finetune.run import PublicBase
-from confide.finetune.statistics import write_public_statistics
+from confide.finetune.statistics import public_statistics
 from confide.merging.merge import MergeReport, merge
 from confide.merging.operators import find
 from confide.models.releases import load_release
+from confide.release.format import STATISTICS
 from confide.tasks.corpus import check_public, read_corpus, sample, texts_of
 from confide.tasks.records import TaskData
 
@@ -58,27 +59,23 @@ def merge_models(
     """One merge of a study.
 
     Args:
-        models: releases by task.
+        models: releases by task. With `statistics: released` each holds its own.
         out: the folder to make.
-        texts: public, for operators that need statistics.
+        texts: public, for other operators that need statistics.
         statistics: folder where these are kept, for the next operator that needs the same.
 
     Raises:
         DataError: the operator needs statistics, and there is no public text.
     """
     operator = find(merge_plan.operator)
-    files = []
-    if operator.needs:
+    files: list[Path] = []
+    if merge_plan.statistics == "released":
+        files = [folder / STATISTICS for folder in models.values()]
+    elif operator.needs:
         if not texts or statistics is None:
             raise DataError(f"operator {operator.name} needs public text")
-        statistics.mkdir(parents=True, exist_ok=True)
-        for task, folder in models.items():
-            files.append(statistics / f"{operator.needs}-{task}.safetensors")
-            if not files[-1].exists():
-                source = f"{len(texts)} public texts of the study"
-                write_public_statistics(
-                    folder, texts, files[-1], operator.needs, source=source, base=base.folder
-                )
+        source = f"{len(texts)} public texts of the study"
+        files = public_statistics(models, texts, statistics, operator.needs, source=source, base=base.folder)
     return merge(
         list(models.values()),
         base=base.folder,

@@ -48,11 +48,18 @@ class TaskPlan(BaseModel):
 
 
 class MergePlan(BaseModel):
-    """A merge operator and its parameters; `name` tells two merges by one operator apart."""
+    """A merge operator and its parameters; `name` tells two merges by one operator apart.
+
+    Attributes:
+        statistics: of an operator that needs them: of the study's public text, or `released` with the models
+            as a charged query. Then only models of methods whose `release_statistics` is what the operator
+            needs are merged by it.
+    """
 
     operator: str
     parameters: dict[str, Any] = {}
     name: str | None = None
+    statistics: Literal["public", "released"] = "public"
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -139,6 +146,15 @@ class Plan(BaseModel):
                 raise ValueError(f"settings are shared by all methods, so {key} has no place there")
         return self
 
+    def merges_of(self, method: str) -> tuple[MergePlan, ...]:
+        """The merges that a method's models can be merged by: all but those by what it doesn't release."""
+        released = self.settings_of(method, self.seeds[0]).release_statistics
+        return tuple(
+            merge
+            for merge in self.merges
+            if merge.statistics == "public" or find(merge.operator).needs == released
+        )
+
     def settings_of(self, method: str, seed: int) -> Settings:
         """The settings of one method (or `pretrained`) under one seed.
 
@@ -203,12 +219,25 @@ def read(path: Path, *, fast: bool = False) -> Plan:
     for merge in plan.merges:
         operator = find(merge.operator)
         operator.settings(merge.parameters)
-        if operator.needs and plan.statistics is None:
+        if merge.statistics == "released":
+            _check_released(path, plan, merge)
+        elif operator.needs and plan.statistics is None:
             raise ConfigError(
                 f"{path}: operator {operator.name} needs {operator.needs} of each model: name public text "
-                "under statistics, such as {corpus: public.txt}"
+                "under statistics, such as {corpus: public.txt}, or merge by those that were `released`"
             )
     return plan
+
+
+def _check_released(path: Path, plan: Plan, merge: MergePlan) -> None:
+    needs = find(merge.operator).needs
+    if needs is None:
+        raise ConfigError(f"{path}: operator {merge.operator} needs no statistics; leave them out")
+    if not any(merge in plan.merges_of(method) for method in plan.methods):
+        raise ConfigError(
+            f"{path}: merge {merge.label} takes released {needs}, but no method releases them: give one "
+            f"`release_statistics: {needs}`"
+        )
 
 
 def _refuse_twins(what: str, names: list[str]) -> None:

@@ -127,7 +127,8 @@ def run(
             trained = finetune(prepared[task.name], base, settings, ledger=book, progress=progress)
             seconds, memory = time.monotonic() - before, peak_bytes()
             trained.release(model_folder(out, method, seed, task.name), key=key)
-            trained.keep_private(out / "private" / method / f"seed-{seed}" / task.name)
+            if trained.diagnostics is not None:
+                trained.keep_private(out / "private" / method / f"seed-{seed}" / task.name)
             drifted = folder_drift(base.folder, model_folder(out, method, seed, task.name))
             _note(seen, trained, method, drifted, seconds, memory)
         prepared[task.name].forget("train")
@@ -136,7 +137,7 @@ def run(
         _row(method, INDIVIDUAL, seed, seen.scores[method, seed], _largest(seen.statements[method, seed]))
         for method, seed in runs
     ]
-    merges = [(m, s, operator) for m, s in runs if m != PRETRAINED for operator in plan.merges]
+    merges = [(m, s, operator) for m, s in runs if m != PRETRAINED for operator in plan.merges_of(m)]
     for count, (method, seed, operator) in enumerate(merges):
         progress("merges scored", count, len(merges))
         rows.append(_merge_and_score(plan, out, base, prepared, texts, seen, method, seed, operator, key))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from confide.errors import ConfigError
-from confide.finetune.methods import DEFAULT_ANCHOR
+from confide.finetune.ascent import DEFAULT_ANCHOR
 from confide.finetune.settings import Settings
 from confide.privacy.statement import Base
 from confide.release.agreement import Agreement, read

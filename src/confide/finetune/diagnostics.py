@@ -10,6 +10,7 @@ without. Nothing is charged either: whoever shares a number from here shares som
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -86,6 +87,9 @@ class Diagnostics:
         imbalance: of the owners of all training records.
         estimator, simulated: bias and variance of each expert's gradient at the last weights, in closed form
             and by draws; over the records looked at, as if they were all.
+        silent: share of them whose gradient at their owner is exactly 0 at the last weights: none of the
+            tokens that went to the owner has a say in the loss. In the last layer of a model that reads its
+            first token only, that is every record whose first token went elsewhere.
         stability: of their owners.
         drift: error by stale owners and drifting weights.
         transfer: routing of the public corpus and of the records, at the first weights.
@@ -102,6 +106,7 @@ class Diagnostics:
     imbalance: Imbalance | None
     estimator: Estimator | None
     simulated: Simulated | None
+    silent: float | None
     stability: Stability | None
     drift: DriftError | None
     transfer: Transfer | None
@@ -184,6 +189,7 @@ def diagnose(
         imbalance=found.get("imbalance"),
         estimator=found.get("estimator"),
         simulated=found.get("simulated"),
+        silent=found.get("silent"),
         stability=found.get("stability"),
         drift=found.get("drift"),
         transfer=found.get("transfer"),
@@ -267,6 +273,7 @@ def _gradients(
             noise=noise * len(rows) / len(binding.labels),  # so that σC/D is what it was
         ),
         "simulated": simulated,
+        "silent": float((contributions == 0).mean()),
         "drift": drift_error(
             first,
             halfway,
@@ -333,11 +340,12 @@ def _public_routing(prepared: Prepared, adapted: Adapted, settings: Settings) ->
         return None
     if key not in prepared.routings:
         texts = routing_texts(own.model_copy(update={"layer": "entropy"}), prepared.task)
-        classifier = adapted.classifier
         if not texts:
             return None
+        classifier = adapted.classifier
+        tokenizer = copy.deepcopy(classifier.tokenizer)  # one keeps how it last cut texts, and is released
         prepared.routings[key] = public_routing(
-            classifier.model, classifier.tokenizer, texts, settings.max_length, own.vote
+            classifier.model, tokenizer, texts, settings.max_length, own.vote
         )
     return prepared.routings[key]
 

@@ -34,19 +34,36 @@ def refuse_idle(settings: Settings, given: Collection[str], spell: Callable[[str
                 raise ConfigError(f"{spell(key)} has no effect here: it needs {needed}")
 
 
+def refuse_idle_head(settings: Settings) -> None:
+    """Refuse what is for a head, where a model has none of its own.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    fields = Settings.model_fields
+    for key in ("head_learning_rate", "head_share"):
+        if getattr(settings, key) != fields[key].default:
+            raise ConfigError(f"{key} has no effect here: a language model has no head of its own")
+    if settings.clipping == "per-role":
+        raise ConfigError(
+            "clipping per-role needs a head and an encoder; a language model has no head of its own"
+        )
+
+
 def _conditions(settings: Settings) -> list[tuple[tuple[str, ...], bool, str]]:
     """(keys, whether they act, what they need)."""
     kind = settings.trainable.kind
     encoder = kind != "head"
     private = settings.private
+    pulled = encoder or settings.method == "raptor"
     merging = settings.method == "dp-merging" and encoder
     ascent = settings.ascent or ("paired" if merging else "none")
-    anchored = encoder and (merging if settings.anchor is None else settings.anchor > 0)
+    anchored = pulled and (merging if settings.anchor is None else settings.anchor > 0)
     lora = ("rank", "alpha", "train_a", "targets")
     return [
         (tuple(f"trainable.{key}" for key in lora), kind == "lora", "trainable `lora`"),
         (("trainable.blocks",), kind in ("lora", "blocks"), "trainable `lora` or `blocks`"),
-        (("anchor",), encoder, "something to train beside the head"),
+        (("anchor",), pulled, "something to train beside the head"),
         (
             ("learning_rate",),
             encoder or (settings.method == "raptor" and settings.experts.learning_rate is None),

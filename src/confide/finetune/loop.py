@@ -17,6 +17,7 @@ from torch import Tensor
 from confide.errors import ModelError
 from confide.finetune.binding import Binding
 from confide.finetune.experts import UNCLIPPED, announce, engine_of
+from confide.finetune.movement import Movement
 from confide.finetune.optimizers import optimizer_of, rate_at
 from confide.finetune.role_signal import role_norms
 from confide.gradients.clipping import next_bound
@@ -30,6 +31,7 @@ from confide.gradients.sampling import poisson_draw
 from confide.privacy.streams import Schedule, Stream
 
 Units = npt.NDArray[np.int64]
+_MOVES = 0.5  # of the learning rate: in a warmup, or at the end of a decay, a step may be too small to see
 
 
 @dataclass
@@ -109,11 +111,19 @@ def train(
             that the next step changes.
 
     Raises:
-        ModelError: a parameter of the schedule is not bound, or can't be clipped exactly.
+        ModelError: a parameter of the schedule is not bound, can't be clipped exactly, or doesn't move
+            (`movement`): that is looked at once in each call, after the first step whose rate isn't near 0.
     """
     unbound = [name for name in schedule.parameters if name not in binding.parameters]
     if unbound:
         raise ModelError(f"the schedule trains {unbound[0]}, which the model does not have")
+    known: dict[int, str] = {}
+    for name in schedule.parameters:
+        other = known.setdefault(id(binding.parameters[name]), name)
+        if other != name:
+            raise ModelError(
+                f"{name} and {other} are one tied tensor, which the schedule trains twice; name it once"
+            )
     report = _once(first_query)
     runners: dict[str, list[_StreamRunner]] = {}
     for stream in schedule.streams:
@@ -169,6 +179,8 @@ class _StreamRunner:
         self.memory = (  # each row's mean weight
             torch.full((len(binding.labels),), math.nan) if stream.record_memory else None
         )
+        self.movement: Movement | None = self._movement()
+        self.stepped = False  # at a rate at which every weight must move
 
     def query(self, step: int) -> StepRecord:
         """Fill `gradient` with this step's noisy mean gradient."""
@@ -178,6 +190,9 @@ class _StreamRunner:
         direction = self._ascent_direction(step, drawn)
         with _moved(self.parameters, direction, stream.ascent_radius):
             self.gradient = self._noisy_mean(drawn, step, "descent", stream.noise_multiplier, record)
+        if self.stepped:
+            self._check_moved(step)  # again: a forward pass may have put something back
+            self.movement, self.stepped = None, False
         self.noise_variance = (stream.noise_multiplier * self.clipping.bound / stream.denominator) ** 2
         if self.clipping.rule == "adaptive":
             self._adapt(step, record)
@@ -218,7 +233,12 @@ class _StreamRunner:
             else:
                 for name, pull in self.binding.anchor_gradient(anchored).items():
                     self.parameters[name].data.sub_(pull, alpha=group["lr"] * stream.anchor)
+        if self.movement:
+            self.movement.note_gradients()
         self.optimizer.step()
+        if self.movement and rate >= _MOVES:
+            self.stepped = True
+            self._check_moved(step + 1)
         for parameter in self.parameters.values():
             parameter.grad = None
 
@@ -252,6 +272,18 @@ class _StreamRunner:
         # In this order the norm of a direction is summed.
         kept = {name: f"gradient/{name}" for name in self.parameters}
         self.gradient = {name: tensors[key].clone() for name, key in kept.items() if key in tensors}
+
+        self.movement = self._movement()
+
+    def _movement(self) -> Movement:
+        names = [name for group in self.stream.groups if group.learning_rate for name in group.parameters]
+        trained = {name: self.parameters[name] for name in names}
+        return Movement(trained, noisy=self.stream.noise_multiplier > 0)
+
+    def _check_moved(self, steps: int) -> None:
+        assert self.movement is not None
+        when = f"after step {steps} of stream {self.stream.name!r}"
+        self.movement.check(self.binding.module, self.optimizer, when)
 
     def _draw(self, draw: str, step: int) -> Units:
         return poisson_draw(
@@ -306,8 +338,14 @@ class _StreamRunner:
             for part in parts:
                 local = np.unique(position[part], return_inverse=True)[1]
                 units = int(local.max()) + 1
-                losses = self._losses(rows[part])
-                norms = engine.add(losses, torch.from_numpy(local), units, clipping)
+                own, spare = rows[part], max(0, self.binding.rows - len(part))
+                if spare:  # one unit more, of copies of a row; each loss times 0
+                    own = np.append(own, np.repeat(own[:1], spare))
+                    local = np.append(local, np.repeat(units, spare))
+                losses = self._losses(own)
+                weights = torch.from_numpy(local < units).to(losses)
+                norms = engine.add(losses * weights, torch.from_numpy(local), units + (spare > 0), clipping)
+                losses, norms = losses[: len(part)], norms[:units]
                 if record is not None:
                     record.loss += float(losses.detach().nansum()) / len(rows)
                     clipped = int((norms > clipping.bound).sum())

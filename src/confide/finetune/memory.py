@@ -19,21 +19,50 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from confide.errors import ConfigError
+from confide.finetune.checkpoint import Begun
 from confide.finetune.experts import UNCLIPPED, BoundExperts, announce, engine_of, made_up_experts
-from confide.finetune.prepare import forward_of, kept_tokens, loss_of, made_up, made_up_targets
+from confide.finetune.prepare import Prepared, forward_of, kept_tokens, loss_of, made_up, made_up_targets
+from confide.finetune.settings import Settings
 from confide.models.adapters import Adapted
+from confide.models.backbones import Classifier
 from confide.models.tail import Source, features
 from confide.privacy.streams import Schedule, Stream
+from confide.sizes import bytes_of
 
-_UNITS = {"MB": 10**6, "MiB": 2**20, "GB": 10**9, "GiB": 2**30}
+STEP_TOKENS = 8192
+MICRO_BATCH = "the tokens of a micro-batch"
+"""What a fingerprint calls them."""
+
+_LOGITS = 1 << 26  # of a language model at once: 256 MiB, and its gradient as much again
+
 _FEW, _MANY = 2, 6  # rows; two points of a straight line
 _MARGIN = 1.2  # what allocators and libraries take beside the tensors that are counted
 
 
-def bytes_of(memory: str) -> int:
-    """Bytes of `8GiB`, `500MB` and the like."""
-    unit = memory.lstrip("0123456789.")
-    return int(float(memory.removesuffix(unit)) * _UNITS[unit])
+def usual_tokens(classifier: Classifier) -> int:
+    """Tokens of a micro-batch without a budget; fewer of a language model, whose logits are many."""
+    if classifier.problem.target != "text":
+        return STEP_TOKENS
+    config: Any = classifier.model.config
+    return max(1, min(STEP_TOKENS, _LOGITS // int(config.vocab_size)))
+
+
+def micro_batch_of(
+    prepared: Prepared, adapted: Adapted, schedule: Schedule, settings: Settings, begun: Begun | None
+) -> int:
+    """Tokens of a micro-batch; a run that goes on keeps what it measured first, as rounding depends on it."""
+    if settings.memory is None:
+        return usual_tokens(adapted.classifier)
+    if begun and MICRO_BATCH in begun.fingerprint:
+        return int(begun.fingerprint[MICRO_BATCH])
+    return micro_batch_tokens(
+        bytes_of(settings.memory, "memory"),
+        adapted,
+        schedule,
+        kept=prepared.cached_bytes(adapted.classifier, adapted.first_block),
+        max_length=settings.max_length,
+        rows_per_unit=prepared.task.train.units.rows_per_unit,
+    )
 
 
 def micro_batch_tokens(

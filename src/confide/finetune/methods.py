@@ -6,14 +6,15 @@ import dataclasses
 
 from confide.errors import ConfigError
 from confide.finetune import raptor, released
+from confide.finetune.ascent import ascent_and_anchor
 from confide.finetune.clipping import clipping_of
+from confide.finetune.idle import refuse_idle_head
 from confide.finetune.settings import Settings
 from confide.models.adapters import Adapted
 from confide.privacy.calibration import calibrate
 from confide.privacy.queries import Query
 from confide.privacy.streams import Budget, ParameterGroup, Schedule, Stream
 
-DEFAULT_ANCHOR = 0.001
 DEFAULT_BATCH = 1024
 ACCURACY = "accuracy"
 """Name of the query that is published with a release."""
@@ -41,21 +42,13 @@ def schedule(settings: Settings, adapted: Adapted, units: int, unit: str = "reco
     if settings.method == "raptor":
         planned = raptor.schedule(settings, adapted, units, batch, unit)
         return dataclasses.replace(planned, queries=_queries(settings))
-    private = settings.private
-    # A head alone has nothing to merge, so it doesn't pay for an ascent.
-    merging = settings.method == "dp-merging" and bool(adapted.encoder)
-    ascent = settings.ascent or ("paired" if merging else "none")
-    anchor = settings.anchor if settings.anchor is not None else DEFAULT_ANCHOR * merging
-    if not adapted.encoder:
-        anchor = 0.0  # a head has no base to be pulled to
-    if anchor and settings.weight_decay:
-        raise ConfigError("weight_decay pulls to 0 and an anchor to the base; set one of them to 0")
+    if not adapted.head:
+        refuse_idle_head(settings)
     every = (
         ParameterGroup("encoder", adapted.encoder, settings.learning_rate, anchored=True),
         ParameterGroup("head", adapted.head, settings.head_learning_rate, anchored=False),
     )
     groups = tuple(group for group in every if group.parameters)
-    sigma = 1.0 if private else 0.0
     stream = Stream(
         name="all",
         groups=groups,
@@ -63,18 +56,13 @@ def schedule(settings: Settings, adapted: Adapted, units: int, unit: str = "reco
         draw="all",
         sampling_rate=batch / units,
         clipping=clipping_of(settings, groups, batch),
-        noise_multiplier=sigma,
+        noise_multiplier=float(settings.private),
         denominator=float(batch),
-        ascent=ascent,
-        ascent_radius=settings.ascent_radius if ascent != "none" else 0.0,
-        ascent_noise=sigma * settings.ascent_noise_ratio if ascent in ("paired", "fresh") else None,
-        anchor=anchor,
-        anchor_form=settings.anchor_form,
         optimizer=settings.optimizer,
-        bias_correction=settings.bias_correction if private else 0.0,
+        bias_correction=settings.bias_correction if settings.private else 0.0,
         decay=settings.decay,
         warmup=settings.warmup,
-        weight_decay=settings.weight_decay,
+        **ascent_and_anchor(settings, encoder=bool(adapted.encoder)),
     )
     queries = (*_queries(settings), *released.queries(settings, adapted))
     return Schedule((stream,), unit=unit, queries=queries)

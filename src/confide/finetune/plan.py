@@ -17,7 +17,7 @@ from confide.finetune import methods
 from confide.finetune.binding import Anchor, Binding
 from confide.finetune.experts import made_up_experts
 from confide.finetune.loop import train
-from confide.finetune.memory import bytes_of, micro_batch_tokens
+from confide.finetune.memory import micro_batch_tokens, usual_tokens
 from confide.finetune.prepare import (
     caches,
     forward_of,
@@ -26,7 +26,6 @@ from confide.finetune.prepare import (
     made_up,
     micro_batches,
 )
-from confide.finetune.run import STEP_TOKENS
 from confide.finetune.settings import Settings
 from confide.gradients.keys import Keys
 from confide.models.adapters import Adapted, adapt
@@ -36,6 +35,7 @@ from confide.privacy.solve import Known
 from confide.privacy.streams import Schedule
 from confide.privacy.units import UnitMap
 from confide.release.format import Problem
+from confide.sizes import bytes_of
 from confide.tasks.text import Encoded, buckets
 
 _FEW_ROWS = 4
@@ -81,25 +81,25 @@ def measure(
     """
     classifier = adapted.classifier
     config: Any = classifier.model.config
-    max_length = int(made_up(classifier, np.array([max_length])).lengths[0])
+    width = int(made_up(classifier, np.array([max_length])).lengths[0])
     all_rows = units * rows_per_unit
-    shape = Encoded(np.empty(0, np.int32), np.arange(all_rows + 1, dtype=np.int64) * max_length, 0)
+    shape = Encoded(np.empty(0, np.int32), np.arange(all_rows + 1, dtype=np.int64) * width, 0)
     problem = classifier.problem
     cached = bool(adapted.first_block) and caches(classifier, adapted.first_block, shape)
     drawn = max(stream.sampling_rate for stream in schedule.streams) * all_rows
     kept = kept_tokens(classifier, adapted.first_block, shape) if cached else 0
     kept *= int(config.hidden_size) * 4
-    tokens = STEP_TOKENS
+    tokens = usual_tokens(classifier)
     if memory is not None:
         tokens = micro_batch_tokens(
-            bytes_of(memory),
+            bytes_of(memory, "memory"),
             adapted,
             schedule,
             kept=kept,
             max_length=max_length,
             rows_per_unit=rows_per_unit,
         )
-    many = max(2 * _FEW_ROWS, min(tokens // max_length, int(drawn)))
+    many = max(2 * _FEW_ROWS, min(tokens // width, int(drawn)))
     rows = made_up(classifier, np.full(many, max_length))
     inputs: Any = rows
     frozen = 0.0
@@ -118,7 +118,7 @@ def measure(
         micro_batches=micro_batches(inputs, tokens),
         labels=_zeros(problem, many, max_length),
         units=UnitMap.records(many),
-        anchor_gradient=Anchor(adapted).gradient,
+        anchor_gradient=Anchor(adapted, schedule.anchored).gradient,
         loss=loss_of(problem),
         experts=made_up_experts(adapted, many),
     )
@@ -194,5 +194,5 @@ def _zeros(problem: Problem, rows: int, length: int) -> torch.Tensor:
             return torch.zeros(rows, dtype=torch.int64)
         case "number":
             return torch.zeros(rows, 1)
-        case "tokens":
+        case "tokens" | "text":
             return torch.zeros(rows, length, dtype=torch.int64)

@@ -10,16 +10,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from confide.gradients import losses
 from confide.models.backbones import Classifier
+from confide.models.language import writes
 from confide.models.moe.selection import Selection
 from confide.models.tail import Features, Source, Tail, features, pools, supports
-from confide.release.format import Problem
+from confide.release.format import Metric, Problem
 from confide.tasks.evaluate import evaluate, logits
 from confide.tasks.images import Images
+from confide.tasks.inputs import source
 from confide.tasks.records import Records, TaskData
-from confide.tasks.text import Encoded, buckets, source
+from confide.tasks.text import Encoded, buckets
+from confide.tasks.token_scores import token_scores
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, how much is done, how much there is)."""
@@ -74,7 +78,7 @@ class Prepared:
         """What the base's tokenizer made of every text, to be hashed; images are the same for any base."""
         for encoded in self._encoded.values():
             if isinstance(encoded, Encoded):
-                yield from (encoded.tokens.tobytes(), encoded.offsets.tobytes(), str(encoded.pad).encode())
+                yield from encoded.content()
 
     def labels(self, split: Split) -> npt.NDArray[Any]:
         """(rows,) classes or numbers; (rows, longest) classes of tokens, `IGNORED` where there is none."""
@@ -119,7 +123,9 @@ class Prepared:
 
 
 def placed_labels(encoded: Source, records: Records) -> npt.NDArray[Any]:
-    """Labels where the model's outputs are: a row's, or those of its words at their first tokens."""
+    """Labels where the model's outputs are: a row's; those of its words at their first tokens; or tokens."""
+    if isinstance(encoded, Encoded) and encoded.writes:
+        return encoded.asked
     if records.labels.dtype != object:
         return records.labels
     assert isinstance(encoded, Encoded)
@@ -153,19 +159,35 @@ def forward_of(
         tail = Tail(classifier, first_block)
         return tail, lambda batch: tail(**batch)
     model = classifier.model
+    options = {"use_cache": False} if writes(model.config) else {}  # a cache is for generating
     # The model's own loss is never used: its mean over the batch would tie records to each other.
-    return model, lambda batch: model(**batch).logits
+    return model, lambda batch: model(**batch, **options).logits
 
 
-def score_test(prepared: Prepared, classifier: Classifier, first_block: int) -> float:
-    """Score of a classifier on the task's test records; not noised.
+def scores(
+    metric: Metric, forward: Callable[[dict[str, Tensor]], Tensor], inputs: Source, labels: npt.NDArray[Any]
+) -> dict[Metric, float]:
+    """The metric's value, and of a language model those of the other metrics; not noised."""
+    if isinstance(inputs, Encoded) and inputs.writes:
+        found = token_scores(forward, inputs)
+        return {metric: found[metric], **found}
+    return {metric: evaluate(metric, logits(forward, inputs), labels)}
+
+
+def scores_on_test(prepared: Prepared, classifier: Classifier, first_block: int) -> dict[Metric, float]:
+    """`scores` of a model on the task's test records, the task's own metric first.
 
     Args:
         classifier: one whose blocks below `first_block` are the base's.
     """
     inputs = prepared.inputs(classifier, first_block, "test")
     _, forward = forward_of(classifier, first_block, inputs)
-    return evaluate(prepared.task.metric, logits(forward, inputs), prepared.labels("test"))
+    return scores(prepared.task.metric, forward, inputs, prepared.labels("test"))
+
+
+def score_test(prepared: Prepared, classifier: Classifier, first_block: int) -> float:
+    """The task's own of the `scores_on_test`."""
+    return scores_on_test(prepared, classifier, first_block)[prepared.task.metric]
 
 
 def micro_batches(
@@ -181,7 +203,7 @@ def targets(prepared: Prepared) -> Tensor:
 
     Returns:
         (rows,) classes; (rows, 1) numbers, their declared range scaled to [-1, 1]; or (rows, longest) classes
-        of tokens, `IGNORED` where there is none.
+        of tokens, or the tokens that a language model is asked for, `IGNORED` where there is none.
     """
     labels = prepared.labels("train")
     if prepared.task.problem.label_range is None:
@@ -191,22 +213,27 @@ def targets(prepared: Prepared) -> Tensor:
 
 
 def loss_of(problem: Problem) -> Callable[[Tensor, Tensor], Tensor]:
-    """(outputs, targets) → one loss per record: cross entropy, squared error, or the mean over its words."""
+    """(outputs, targets) → one loss per record: cross entropy, squared error, or the mean over its tokens."""
     match problem.target:
         case "class":
             return losses.classification
         case "number":
             return losses.regression
-        case "tokens":
+        case "tokens" | "text":
             # Targets are as wide as the longest record of all; padding is on the right.
-            return lambda outputs, labels: losses.tokens(outputs, labels[:, : outputs.shape[1]])
+            return lambda outputs, labels: losses.tokens(outputs, _as_wide(labels, outputs.shape[1]))
+
+
+def _as_wide(labels: Tensor, width: int) -> Tensor:
+    missing = max(0, width - labels.shape[1])
+    return functional.pad(labels[:, :width], (0, missing), value=losses.IGNORED)
 
 
 def made_up(classifier: Classifier, lengths: npt.NDArray[np.int64]) -> Source:
     """Random rows of the kind that the classifier reads, for checks and timing; no record is looked at.
 
     Args:
-        lengths: tokens of each row; an image has as many as it has.
+        lengths: tokens of each row, and as many to write beside an encoder; an image has as many as it has.
     """
     rng = np.random.default_rng(0)
     problem, config = classifier.problem, classifier.model.config
@@ -218,6 +245,9 @@ def made_up(classifier: Classifier, lengths: npt.NDArray[np.int64]) -> Source:
     vocabulary, pad = int(config.vocab_size), int(classifier.tokenizer.pad_token_id)  # type: ignore[union-attr,arg-type]
     tokens = rng.integers(0, vocabulary, int(offsets[-1]), dtype=np.int32)
     tokens[tokens == pad] = (pad + 1) % vocabulary
+    if problem.objective == "seq2seq":
+        start = int(config.decoder_start_token_id)  # type: ignore[union-attr,arg-type]
+        return Encoded(tokens, offsets, pad, answers=Encoded(tokens[::-1].copy(), offsets, pad), start=start)
     types = None
     if problem.inputs == "pair" and "token_type_ids" in classifier.tokenizer.model_input_names:
         types = np.concatenate([np.arange(n) >= n // 2 for n in lengths]).astype(np.int8)
@@ -229,15 +259,20 @@ def made_up_targets(problem: Problem, outputs: Tensor, rows: Tensor, lengths: Te
 
     Args:
         rows: their numbers.
-        lengths: tokens of each.
+        lengths: tokens of each, all of them.
     """
+    place = torch.arange(outputs.shape[1])
     match problem.target:
         case "class":
             return rows % outputs.shape[1]
         case "number":
             return (rows[:, None] % 2).to(outputs.dtype)
+        case "text":
+            asked = lengths // 2 if problem.objective == "seq2seq" else lengths
+            return torch.where(
+                place < asked[:, None], (rows[:, None] + place) % outputs.shape[2], losses.IGNORED
+            )
         case "tokens":
-            place = torch.arange(outputs.shape[1])
             # Like words of two tokens: every other token has a label.
             own = (place < lengths[:, None]) & (place % 2 == 1)
             return torch.where(own, (rows[:, None] + place) % outputs.shape[2], losses.IGNORED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from confide.errors import ConfigError
+from confide.finetune.ascent import ascent_and_anchor
 from confide.finetune.clipping import clipping_of, expert_clipping_of
 from confide.finetune.settings import Settings
 from confide.models.adapters import Adapted
@@ -29,6 +30,9 @@ def schedule(settings: Settings, adapted: Adapted, units: int, batch: int, unit:
     Raises:
         ConfigError: more experts than expected units in a draw, or per-role clipping of a variant that has
             one stream over everything.
+
+    Ascents and anchor are those of DP-Merging in every stream, so that private mixtures merge too; neither
+    paper has that.
     """
     own, private = settings.experts, settings.private
     if settings.clipping == "per-role" and own.variant in JOINT:
@@ -51,7 +55,7 @@ def schedule(settings: Settings, adapted: Adapted, units: int, batch: int, unit:
         bias_correction=settings.bias_correction if private else 0.0,
         decay=settings.decay,
         warmup=settings.warmup,
-        weight_decay=settings.weight_decay,
+        **ascent_and_anchor(settings, encoder=True),
     )
     if own.variant == "shared-only":
         return Schedule((shared,), unit=unit)
@@ -66,7 +70,7 @@ def schedule(settings: Settings, adapted: Adapted, units: int, batch: int, unit:
     else:
         denominator = float(batch)
     rate = own.learning_rate or settings.learning_rate
-    group = ParameterGroup("experts", adapted.expert_parameters, rate, anchored=False)
+    group = ParameterGroup("experts", adapted.expert_parameters, rate, anchored=True)
     experts = dataclasses.replace(
         shared,
         name=EXPERTS,
@@ -115,7 +119,7 @@ def with_budget(planned: Schedule, settings: Settings, budget: Budget) -> Schedu
 
 def _shared_groups(settings: Settings, adapted: Adapted) -> tuple[ParameterGroup, ...]:
     groups = (
-        ParameterGroup("encoder", adapted.encoder, settings.learning_rate, anchored=False),
+        ParameterGroup("encoder", adapted.encoder, settings.learning_rate, anchored=True),
         ParameterGroup("head", adapted.head, settings.head_learning_rate, anchored=False),
     )
     return tuple(group for group in groups if group.parameters)

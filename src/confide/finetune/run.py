@@ -25,14 +25,15 @@ from confide.finetune.diagnostics import FILE_NAME, Diagnostics, check_diagnosab
 from confide.finetune.experts import attach_experts, bind_experts, owners_for
 from confide.finetune.fingerprint import fingerprint
 from confide.finetune.loop import History, train
-from confide.finetune.memory import bytes_of, micro_batch_tokens
+from confide.finetune.memory import MICRO_BATCH, micro_batch_of
+from confide.finetune.precision import in_bfloat16
 from confide.finetune.prepare import (
     Prepared,
     Progress,
     forward_of,
     loss_of,
     micro_batches,
-    score_test,
+    scores_on_test,
     silent,
     targets,
 )
@@ -56,6 +57,7 @@ from confide.models.backbones import (
     resolve,
     stored_names,
 )
+from confide.models.language import save_generation
 from confide.privacy import statement as statements
 from confide.privacy.calibration import resolve_delta
 from confide.privacy.composition import new_run, training_spending, training_statement
@@ -69,6 +71,7 @@ from confide.release.format import (
     TEXT_CLASSES,
     WEIGHTS,
     Head,
+    Metric,
     ReleaseInfo,
     preprocessor,
 )
@@ -81,9 +84,6 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     from confide.privacy.ledger import Ledger
-
-STEP_TOKENS = 8192
-_MICRO_BATCH = "the tokens of a micro-batch"
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,11 @@ class FineTuned:
 
     def score(self) -> float:
         """Score on the test records. Not noised: for reports, never for a release."""
-        return score_test(self.prepared, self.adapted.classifier, self.adapted.first_block)
+        return self.scores()[self.prepared.task.metric]
+
+    def scores(self) -> dict[Metric, float]:
+        """The score, and of a language model those by its other metrics."""
+        return scores_on_test(self.prepared, self.adapted.classifier, self.adapted.first_block)
 
     def release(
         self, out: Path, *, key: Ed25519PrivateKey | None = None, overwrite: bool = False
@@ -180,12 +184,12 @@ class FineTuned:
         task = self.prepared.task
         head = Head(
             task=task.name,
-            problem=task.problem,
+            problem=self.adapted.classifier.problem,
             labels=task.labels,
             labels_from=task.labels_from,
             metric=task.metric,
             max_length=self.prepared.max_length,
-            tensors=self.adapted.head,
+            tensors=self.adapted.classifier.head,
         )
         return ReleaseInfo(kind="model", encoder_prefix=self.adapted.classifier.prefix, heads=(head,))
 
@@ -196,6 +200,7 @@ class FineTuned:
         write_tensors(folder / WEIGHTS, {name: tensor.numpy() for name, tensor in stored.items()})
         classifier.model.config.architectures = [type(classifier.model).__name__]  # type: ignore[union-attr]
         classifier.model.config.save_pretrained(folder)  # type: ignore[union-attr,operator]
+        save_generation(classifier.model, folder)
         if classifier.tokenizer is None:
             size, colours = classifier.problem.image_size, classifier.colours
             assert size is not None
@@ -253,6 +258,8 @@ def plan(
     Nothing is drawn and no record is looked at; only n is, where it isn't declared.
     """
     check_task_name(task.name)
+    if settings.publish_accuracy is not None and task.problem.target not in ("class", "number"):
+        raise ConfigError("publish_accuracy counts rows with one label each, not labels of words nor tokens")
     if settings.publish_accuracy is not None and task.metric != "accuracy":
         raise ConfigError(
             f"publish_accuracy counts test units that are labelled rightly, but the metric is {task.metric}; "
@@ -260,8 +267,6 @@ def plan(
         )
     if settings.release_statistics is not None and task.problem != TEXT_CLASSES:
         raise ConfigError("release_statistics is for texts with one label each")
-    if settings.publish_accuracy is not None and task.problem.target != "class":
-        raise ConfigError("publish_accuracy counts rows with one label each, not labels of words")
     if settings.experts.diagnostics:
         check_diagnosable(task.train.units)
     adapted = adapted_for(task, classifier, settings)
@@ -333,8 +338,8 @@ def finetune(
         simulated=keys.simulated,
     )
     found["schedule"] = spending.model_dump_json()
-    tokens = _micro_batch(prepared, adapted, schedule, settings, begun)
-    found[_MICRO_BATCH] = str(tokens)
+    tokens = micro_batch_of(prepared, adapted, schedule, settings, begun)
+    found[MICRO_BATCH] = str(tokens)
     if begun:
         begun.check(found)
     elif unfinished:
@@ -346,11 +351,12 @@ def finetune(
             if unfinished:
                 unfinished.asked = True
 
+        model: Any = classifier.model
+        check_finite(classifier, lambda batch: model(**batch).logits)
         inputs = prepared.inputs(classifier, adapted.first_block, "train", progress)
         module, forward = forward_of(classifier, adapted.first_block, inputs)
         named = dict(classifier.model.named_parameters())
         trained = {name: named[name] for name in schedule.parameters}
-        check_finite(classifier, forward, inputs)
         if schedule.private:
             check_rows_are_independent(classifier, forward, inputs)
             check_all_gradients(adapted, module, forward, trained, inputs)
@@ -367,11 +373,15 @@ def finetune(
             micro_batches=micro_batches(inputs, tokens),
             labels=targets(prepared),
             units=units,
-            anchor_gradient=Anchor(adapted).gradient,
-            loss=loss_of(task.problem),
+            anchor_gradient=Anchor(adapted, schedule.anchored).gradient,
+            loss=loss_of(classifier.problem),
             experts=bind_experts(adapted.experts, owner),
             diagnose=settings.experts.diagnostics,
         )
+        if settings.precision == "bfloat16":
+            binding = in_bfloat16(
+                binding, classifier, inputs, schedule, tokens=tokens, max_length=prepared.max_length
+            )
         start = {name: value.detach().clone() for name, value in trained.items()} if binding.diagnose else {}
         history = train(
             binding,
@@ -456,24 +466,6 @@ def _statistics(
     )
     progress(f"statistics, {task.name}", 1, 1)
     return found
-
-
-def _micro_batch(
-    prepared: Prepared, adapted: Adapted, schedule: Schedule, settings: Settings, begun: Begun | None
-) -> int:
-    """Tokens of a micro-batch; a run that goes on keeps what it measured first, as rounding depends on it."""
-    if settings.memory is None:
-        return STEP_TOKENS
-    if begun and _MICRO_BATCH in begun.fingerprint:
-        return int(begun.fingerprint[_MICRO_BATCH])
-    return micro_batch_tokens(
-        bytes_of(settings.memory),
-        adapted,
-        schedule,
-        kept=prepared.cached_bytes(adapted.classifier, adapted.first_block),
-        max_length=settings.max_length,
-        rows_per_unit=prepared.task.train.units.rows_per_unit,
-    )
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:

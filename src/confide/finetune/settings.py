@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from confide import sizes
 from confide.errors import ConfigError
 from confide.finetune.expert_settings import ATTENTION, ExpertSettings
 from confide.models.adapters import Trainable
@@ -16,7 +17,6 @@ from confide.privacy.events import NOT_POISSON
 
 Method = Literal["non-private", "dp-adamw", "dp-merging", "raptor"]
 AscentChoice = Literal["none", "paired", "fresh", "lagged"]
-MEMORY = r"^\d+(\.\d+)?(MB|MiB|GB|GiB)$"
 
 
 class Settings(BaseModel):
@@ -49,17 +49,21 @@ class Settings(BaseModel):
         clipping_quantile: of `adaptive`: share of the gradients to leave unclipped.
         clipping_rate: of `adaptive`: how fast C follows.
         count_noise: of `adaptive`: noise on the number of unclipped units; None takes B/20.
-        ascent: None takes the method's own (`paired` for dp-merging, else `none`).
+        ascent: None takes the method's own (`paired` for dp-merging, else `none`). Both streams of `raptor`
+            ascend, each over its own parameters.
         ascent_radius: ρ, length of the ascent in weight space.
         ascent_noise_ratio: noise of the ascent query over that of the descent; its answer only gives a
             direction.
-        anchor: λ of the pull to the base; None takes the method's own (`default_anchor` for dp-merging).
+        anchor: λ of the pull to the base; None takes the method's own (`DEFAULT_ANCHOR` for dp-merging). In
+            `raptor` it pulls experts too.
         anchor_form: see `privacy.streams.Stream`.
         weight_decay: decoupled; only without an anchor.
         publish_accuracy: standard deviation of noise, in test units: the noisy accuracy on the test units is
             charged with the training and stands in the release. None publishes nothing.
         memory: about how much the process may take, such as `8GiB`: micro-batches are made to fit. None
             keeps them at a size that is fast on processors. Changes the result by rounding only.
+        precision: of the forward and the backward pass. `bfloat16` runs them under autocast, on micro-batches
+            of one fixed shape (`finetune.precision`); weights, norms, sums and noise stay what they are.
         max_length: tokens of a text; longer ones are cut.
         release_statistics: `grams` (for RegMean) or `fisher` of the training records, released beside the
             weights as one more charged query; None for none.
@@ -97,7 +101,8 @@ class Settings(BaseModel):
     anchor_form: Literal["coupled", "decoupled"] = "coupled"
     weight_decay: float = Field(default=0.0, ge=0)
     publish_accuracy: float | None = Field(default=None, gt=0)
-    memory: str | None = Field(default=None, pattern=MEMORY)
+    memory: str | None = Field(default=None, pattern=sizes.PATTERN)
+    precision: Literal["float32", "bfloat16"] = "float32"
     max_length: int = Field(default=64, gt=2)
     release_statistics: Literal["grams", "fisher"] | None = None
     statistics_noise: float = Field(default=5.0, gt=0)
@@ -159,10 +164,10 @@ class Settings(BaseModel):
     def _budget_fits_method(self) -> Settings:
         if self.private and self.epsilon is None:
             raise ValueError(f"method {self.method} needs an epsilon")
-        if self.method == "raptor" and (self.ascent not in (None, "none") or self.anchor):
-            raise ValueError("raptor has no ascent and no anchor; leave them out")
         if self.method != "raptor" and self.experts != ExpertSettings():
             raise ValueError(f"settings of experts belong to method raptor, and not to {self.method}")
+        if self.method == "raptor" and self.precision != "float32":
+            raise ValueError("raptor trains in float32: bfloat16's rounding flips routing choices")
         if self.bias_correction and self.optimizer != "adamw":
             raise ValueError(
                 f"bias_correction is for adamw; {self.optimizer} has no second moment to correct"

@@ -6,7 +6,9 @@ private records they are a query, reserved before training and listed in the sta
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from confide.errors import DataError
-from confide.merging.statistics import Kind, write_statistics
+from confide.errors import DataError, MergeError
+from confide.merging.statistics import SUFFIX, Kind, write_statistics
 from confide.models.backbones import Classifier
 from confide.models.releases import load_release
 from confide.release import format
@@ -24,10 +26,13 @@ from confide.release.format import TEXT_CLASSES
 from confide.release.hashes import encoder_hash
 from confide.release.names import canonical, encoder_prefix, encoder_tensors, model_type
 from confide.release.tensors import Checkpoint
+from confide.tasks.corpus import read_corpus, sample
 from confide.tasks.text import Encoded, encode
 
 Array = npt.NDArray[np.float64]
 _BATCH_TOKENS = 8192
+TEXTS = 2000
+"""How many texts of a corpus are used at most, where nobody says otherwise."""
 
 
 def write_public_statistics(
@@ -39,6 +44,7 @@ def write_public_statistics(
     source: str,
     task: str | None = None,
     base: Path | None = None,
+    beside: Sequence[Path] = (),
 ) -> None:
     """Compute statistics of one released model on public text and write them to a file.
 
@@ -51,6 +57,7 @@ def write_public_statistics(
         task: which head of a merge.
         base: folder of the public base: only tensors that differ from it get statistics, which is all that a
             merge looks at. None: every tensor.
+        beside: releases that it will be merged with: tensors in which one of them differs count too.
 
     Raises:
         DataError: no text.
@@ -63,13 +70,11 @@ def write_public_statistics(
         raise DataError(
             f"{head.task} is no classifier of single texts; statistics are computed for those only"
         )
-    info = format.read(release)
-    heads = [name for each in info.heads for name in each.tensors] if info.kind == "model" else []
-    checkpoint = Checkpoint.open(release)
-    model = encoder_hash(checkpoint, info.weights_prefix, heads)
+    checkpoint, prefix, heads = _encoder(release)
+    model = encoder_hash(checkpoint, prefix, heads)
     only = None
     if base is not None:
-        only = _changed(checkpoint, encoder_tensors(checkpoint, info.weights_prefix, heads), base)
+        only = {name for folder in (release, *beside) for name in _changed(folder, base)}
         if not only:
             raise DataError(f"the encoder of {release} is the base's, so a merge needs no statistics of it")
     encoded = encode(classifier.tokenizer, texts, head.max_length)
@@ -77,13 +82,67 @@ def write_public_statistics(
     write_statistics(out, kind, "public", model, compute(classifier, encoded, only), source)
 
 
-def _changed(checkpoint: Checkpoint, tensors: Mapping[str, str], base: Path) -> set[str]:
-    """Canonical names of the tensors that aren't the base's."""
+@contextmanager
+def statistics_on(
+    corpus: Path, models: Sequence[Path], kind: Kind | None, base: Path
+) -> Iterator[list[Path]]:
+    """A file of statistics on a public text for each model, for the time of the block.
+
+    Args:
+        corpus: one text a line; whoever names it says that it is public. At most `TEXTS` of them are used,
+            picked at random with seed 0.
+        models: folders of releases.
+        kind: what the operator needs; None if it needs none.
+        base: folder of the public base.
+
+    Raises:
+        DataError: no text; a model that isn't a classifier of texts.
+        MergeError: a text for an operator that needs no statistics.
+        ReleaseError, ModelError: a model that is no release, or can't be opened.
+    """
+    if kind is None:
+        raise MergeError(f"the operator needs no statistics; leave the public text {corpus} out")
+    chosen = sample(read_corpus(corpus), TEXTS, seed=0)
+    source = f"{len(chosen)} texts, {corpus.name}"
+    with tempfile.TemporaryDirectory() as folder:
+        named = {str(number): model for number, model in enumerate(models)}
+        yield public_statistics(named, chosen, Path(folder), kind, source=source, base=base)
+
+
+def public_statistics(
+    models: Mapping[str, Path], texts: Sequence[str], folder: Path, kind: Kind, *, source: str, base: Path
+) -> list[Path]:
+    """A file of statistics on public text for each model, in a folder; those that are there are kept.
+
+    Args:
+        models: releases by name, which the files are told apart by; they will be merged together.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    files = []
+    for name, model in models.items():
+        files.append(folder / f"{kind}-{name}{SUFFIX}")
+        if not files[-1].exists():
+            write_public_statistics(
+                model, texts, files[-1], kind, source=source, base=base, beside=tuple(models.values())
+            )
+    return files
+
+
+def _encoder(release: Path) -> tuple[Checkpoint, str, list[str]]:
+    """A release's weights, what stands before its encoder's names, and the tensors that are a head's."""
+    info = format.read(release)
+    heads = [name for each in info.heads for name in each.tensors] if info.kind == "model" else []
+    return Checkpoint.open(release), info.weights_prefix, heads
+
+
+def _changed(release: Path, base: Path) -> set[str]:
+    """Canonical names of the encoder's tensors that aren't the base's."""
+    checkpoint, prefix, heads = _encoder(release)
     public = Checkpoint.open(base)
     stored = encoder_tensors(public, encoder_prefix(public, model_type(base)))
     return {
         name
-        for name, own in tensors.items()
+        for name, own in encoder_tensors(checkpoint, prefix, heads).items()
         if name not in stored or not np.array_equal(checkpoint.numpy(own), public.numpy(stored[name]))
     }
 

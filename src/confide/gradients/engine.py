@@ -32,6 +32,10 @@ class Engine:
     Where each parameter's gradient is taken is planned in the first forward pass, which calls the model up to
     three times more, on a few of its rows.
 
+    The model alone may run under bfloat16 autocast: the engine reads what reached each layer and the
+    gradients that came back, whatever their dtype, and computes norms, factors and sums of them in float32
+    or wider. Give every micro-batch one shape then, as rounding depends on it.
+
     Args:
         model: every call of it inside the block computes losses. Its inputs have the row as first dimension;
             an input with another first dimension is shared by all rows.
@@ -99,6 +103,7 @@ class Engine:
         """
         if not self._active:
             raise ModelError("Engine.add needs the block `with engine:` around it and the forward pass")
+        refuse_autocast()
         rows = rows_of(losses, unit_of_row, units)
         try:
             if not len(losses):
@@ -226,9 +231,15 @@ class Engine:
 def _refuse_parameters(model: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
     names = {id(parameter): name for name, parameter in parameters.items()}
     if not names:
-        raise ModelError("nothing to train: the engine was given no parameter")
-    if len(names) != len(parameters):
-        raise ModelError("two names were given for one parameter")
+        raise ModelError(
+            "nothing to train: the engine was given no parameter; pass those to be trained by name, as from "
+            "model.named_parameters()"
+        )
+    for name, parameter in parameters.items():
+        if names[id(parameter)] != name:
+            raise ModelError(
+                f"{name!r} and {names[id(parameter)]!r} are two names of one parameter; name it once"
+            )
     held = {id(parameter) for parameter in model.parameters()}
     missing = [name for key, name in names.items() if key not in held]
     if missing:
@@ -249,10 +260,7 @@ def refuse_mode(model: nn.Module) -> None:
             "float32 matrix products have reduced precision, which voids the clipping bound; call "
             'torch.set_float32_matmul_precision("highest")'
         )
-    if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
-        raise ModelError(
-            "autocast would take norms and sums in half precision, which voids the clipping bound"
-        )
+    refuse_autocast()
     for path, module in model.named_modules():
         kind = type(module).__name__
         if not module.training:
@@ -269,3 +277,16 @@ def refuse_mode(model: nn.Module) -> None:
                 f"{path} ({kind}) keeps statistics of the records it has seen, without noise; call .eval() "
                 "on it or build it with track_running_stats=False"
             )
+
+
+def refuse_autocast() -> None:
+    """Where norms and sums are computed; the call of the model may stand in a block of its own.
+
+    Raises:
+        ModelError: autocast is on.
+    """
+    if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
+        raise ModelError(
+            "autocast would take norms and sums in half precision, which voids the clipping bound; put "
+            "nothing but the call of the model into `with torch.autocast(…)`"
+        )

@@ -174,6 +174,8 @@ class OwnerExperts(nn.Module):
         """The experts' output for each row of their input."""
         call = self._read(args, kwargs)
         watch = self.watch if torch.is_grad_enabled() else None
+        if watch is not None and torch.is_autocast_enabled(call.inputs.device.type):
+            raise ModelError("experts are trained in float32 or wider: autocast's rounding flips routing")
         wanted = None if watch is None else _wanted(watch, call)
         order = torch.argsort(call.expert.T.reshape(-1), stable=True)
         ends = torch.bincount(call.expert.reshape(-1), minlength=self.experts).cumsum(0).tolist()

@@ -166,15 +166,20 @@ def take_apart(leaves: Sequence[Any]) -> tuple[list[Any], list[Tensor]]:
     )
 
 
-def check_same(again: Mapping[int, Tensor], before: Mapping[int, Tensor], place: str) -> None:
+def check_same(
+    again: Mapping[int, Tensor], before: Mapping[int, Tensor], place: str, *, half: bool = False
+) -> None:
     """Refuse a module whose rows come out differently when they are alone.
+
+    Args:
+        half: what came out before was computed in half precision, whatever its dtype.
 
     Raises:
         ModelError: an output differs by more than rounding.
     """
     for index, x in again.items():
         y = before[index]
-        tolerance = _tolerance(y.dtype)
+        tolerance = _tolerance(torch.bfloat16 if half else y.dtype)
         same = x.shape == y.shape
         if same:
             each = zip(x.double().flatten(1), y.double().flatten(1), strict=True)

@@ -59,6 +59,7 @@ class Use:
         waiting: number of outputs whose gradient has not arrived.
         again: how to run it again, where there is no rule.
         before: what came out, by position, where that has to be compared.
+        half: it ran under autocast.
     """
 
     site: Site
@@ -67,6 +68,7 @@ class Use:
     waiting: int
     again: Recomputation | None = None
     before: dict[int, Tensor] = field(default_factory=dict)
+    half: bool = False
     gradients: dict[int, Tensor] = field(default_factory=dict)
 
     def take(self) -> tuple[Tensor, ...]:
@@ -179,19 +181,21 @@ class Watch:
         before: dict[int, Tensor],
     ) -> dict[str, Tensor]:
         """Row by row the first time; entry by entry from then on, where that gave the same."""
+        wide = next(iter(use.site.module.parameters())).dtype  # wider than what autocast passed around
+        tensors = tuple(_widened(tensor, wide) for tensor in tensors)
+        gradients = {place: _widened(gradient, wide) for place, gradient in gradients.items()}
         shapes = (use.site, again.names, *(tensor.shape[1:] for tensor in tensors))
         if shapes in self._entrywise:
             return again.by_entry(tensors, gradients, self.width, self._entrywise[shapes])
         found, outputs = again.gradients(tensors, gradients, self.width)
         if use.site not in self._checked:
-            check_same(outputs, before, str(use.site))
+            check_same(outputs, before, str(use.site), half=use.half)
             self._checked.add(use.site)
         self._entrywise[shapes] = again.entrywise(tensors, gradients, found)
         return found
 
     def _by_rule(self, use: Use, inputs: Tensor, gradient: Tensor) -> list[Contribution]:
-        if gradient.dtype in (torch.float16, torch.bfloat16):
-            gradient = gradient.float()
+        gradient = _widened(gradient, torch.float32)
         if inputs.is_floating_point() and inputs.dtype != gradient.dtype:
             inputs = inputs.to(gradient.dtype)
         assert use.site.rule is not None
@@ -297,6 +301,7 @@ class Watch:
                 self._check_shape(site, tensor)
         again = Recomputation(site.module, tuple(names), arguments, spec, site.has_rows, site.steady)
         use = Use(site, names, _kept(tensors), len(site.outputs), again)
+        use.half = any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
         self._note(use)
         for index in site.outputs:
             value = returned[places[index]]
@@ -351,3 +356,8 @@ class Watch:
 def _kept(tensors: list[Tensor]) -> Any:
     token = torch.zeros((), requires_grad=True)
     return _Keep.apply(token, *tensors).grad_fn  # type: ignore[no-untyped-call]
+
+
+def _widened(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """In `dtype` if it is of half precision."""
+    return tensor.to(dtype) if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

@@ -122,7 +122,8 @@ def read_inputs(
     )
     present = {name for item in inputs for name in item.weights.names}
     if _OUTPUT in public.weights.names and _OUTPUT not in present:
-        public = replace(public, weights=_select(public.weights, set(public.weights.names) - {_OUTPUT}))
+        body = _select(public.weights, set(public.weights.names) - {_OUTPUT})
+        public = replace(public, weights=body, hash=tensors_hash(body.checkpoint, body.stored))
     _check_heads(inputs)
     _check_base(inputs, public)
     _check_vocabulary(inputs, public.folder)

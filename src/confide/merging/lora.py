@@ -122,6 +122,12 @@ class Adapter:
         for layer, sides in factors.items():
             self._pair(layer, sides)
 
+    @property
+    def held(self) -> int:
+        """Bytes of factors in memory at most: one layer's as they are read, scaled, and the last one's."""
+        sizes = (self.checkpoint.size(p.a) + self.checkpoint.size(p.b) for p in self._pairs.values())
+        return 3 * 8 * max(sizes, default=0)
+
     def dtype(self, name: str) -> str:
         return self.checkpoint.dtype(self._whole[name]) if name in self._whole else self.base.dtype(name)
 

@@ -14,6 +14,7 @@ import numpy as np
 from confide import files
 from confide.errors import MergeError, ReleaseError
 from confide.merging.inputs import Input
+from confide.merging.memory import limited
 from confide.merging.operators.specification import Rule
 from confide.merging.plan import Plan, plan_models
 from confide.merging.recipe import DTYPES
@@ -22,8 +23,8 @@ from confide.merging.vectors import CHUNK, Encoder
 from confide.privacy.statement import Base, OwnersChecked, Statement
 from confide.release import agreement, format
 from confide.release.format import ReleaseInfo
-from confide.release.tensors import SHARD_SIZE, Values, write_shards, write_tensors
-from confide.release.write import MERGE_REPORT, TOKENIZER_FILES, write_release
+from confide.release.tensors import SHARD_SIZE, STORAGE, Values, write_shards, write_tensors
+from confide.release.write import COMPANIONS, MERGE_REPORT, write_release
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -101,7 +102,7 @@ def merge(
         PrivacyError: a statement is altered, claims less than its events cost, or is wrongly signed;
             statistics that no claim covers.
     """
-    _check_free(Path(out), overwrite)
+    check_free(Path(out), overwrite)
     plan = plan_models(
         [Path(model) for model in models],
         base=Path(base),
@@ -126,15 +127,28 @@ def write(
     """Do what was planned; arguments and errors as in `merge`.
 
     Args:
-        memory: private memory in bytes that the merge may need; more is an error before anything is read.
+        memory: private memory in bytes that the merge may take beside what the process has: chunks are made
+            to fit, and the system enforces it (`memory.limited`).
+
+    Raises:
+        MergeError: the merge needs more memory, too; nothing is written then.
+        ReleaseError: the disk has no room for it.
     """
-    _check_free(Path(out), overwrite)
-    needed, what = plan.memory()
-    if memory is not None and needed > memory:
-        raise MergeError(
-            f"{plan.operator.name} needs {needed / 1e9:.2f} GB of memory for {what}, but only "
-            f"{memory / 1e9:.2f} GB are allowed"
-        )
+    check_free(Path(out), overwrite)
+    with limited(memory):
+        fitting = plan if memory is None else plan.within(memory)
+        return _write(fitting, out, key, overwrite, shard_size, progress)
+
+
+def _write(
+    plan: Plan,
+    out: Path,
+    key: Ed25519PrivateKey | None,
+    overwrite: bool,
+    shard_size: int,
+    progress: Callable[[int, int], None] | None,
+) -> MergeReport:
+    _check_room(Path(out), plan)
     rule = plan.rule()
     lines: list[TensorLine] = []
 
@@ -177,9 +191,30 @@ def body(
     }
 
 
-def _check_free(out: Path, overwrite: bool) -> None:
+def check_free(out: Path, overwrite: bool = False) -> None:
+    """
+    Raises:
+        ReleaseError: the folder exists already.
+    """
     if out.exists() and not overwrite:
         raise ReleaseError(f"{out} exists already; choose another folder or remove it first")
+
+
+def _check_room(out: Path, plan: Plan) -> None:
+    """A disk that is too small is better known before the hours than after them."""
+    needed = sum(
+        plan.vectors.size(name) * STORAGE[plan.output(name)[0]].itemsize for name in plan.vectors.base.names
+    )
+    for item in plan.inputs:
+        for _, head in item.heads:
+            needed += sum(head.checkpoint.stored(stored).nbytes for stored in head.stored.values())
+    place = next(folder for folder in out.absolute().parents if folder.is_dir())
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        raise ReleaseError(
+            f"the merge takes {needed / 1e9:.2f} GB, but only {free / 1e9:.2f} GB are free in {place}; make "
+            "room, or write it to another disk"
+        )
 
 
 def _write_body(
@@ -225,7 +260,7 @@ def _check_finite(name: str, weights: Encoder) -> None:
 
 def _copy_base(folder: Path, plan: Plan) -> None:
     base = plan.public.folder
-    for name in ("config.json", *TOKENIZER_FILES):
+    for name in ("config.json", *COMPANIONS):
         if (base / name).exists():
             shutil.copyfile(base / name, folder / name)
     if plan.dtype:
@@ -257,6 +292,9 @@ def _report(plan: Plan, rule: Rule, lines: Sequence[TensorLine]) -> dict[str, An
             for item in plan.inputs
         ],
         "agreement": {"hash": plan.statement.agreement, "differences": plan.disagreements()},
+        "statistics": [
+            {"kind": each.kind, "origin": each.origin, "source": each.source} for each in plan.statistics
+        ],
         "facts": dict(rule.facts),
         "tensors": [asdict(line) for line in lines],
     }

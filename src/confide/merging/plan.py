@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from confide.errors import MergeError
 from confide.merging.assign import Group, groups_of, is_base, prepare, without_base
 from confide.merging.inputs import Input, PublicBase, identity, read_inputs, statement_of
+from confide.merging.lora import Adapter
+from confide.merging.memory import CHUNKS, streaming
 from confide.merging.operators import find
 from confide.merging.operators.specification import Operator, Rule
 from confide.merging.recipe import Model, Recipe
-from confide.merging.statistics import StatisticsFile, match_statistics
+from confide.merging.statistics import StatisticsFile, match_statistics, split
 from confide.merging.stream import reason
-from confide.merging.vectors import CHUNK, Encoder, TaskVectors
+from confide.merging.vectors import Encoder, TaskVectors
 from confide.privacy.composition import compose
 from confide.privacy.statement import Base, OwnersChecked, Statement
 from confide.release import agreement as agreements
@@ -113,22 +115,49 @@ class Plan:
         return lines
 
     def memory(self) -> tuple[int, str]:
-        """Private memory in bytes that the merge will need, beside Python and numpy, and what for.
+        """Private memory in bytes that the merge will need, beside Python and its libraries, and what for.
 
-        Chunks of every model, and the sample (held twice) or the tables of order statistics; for an operator
-        of whole matrices, the largest matrix with its Gram, each a few times.
+        Chunks of every model, and the sample or the tables of order statistics; for an operator of whole
+        matrices, the largest matrix with its Gram, each a few times.
         """
-        count = self.vectors.count
-        streaming = (3 * count + 12) * CHUNK * 8 + (2 * count + 1) * (1 << 22)
+        ranks = self.operator.takes == "model"
+        needed = streaming(self.vectors.count, self.vectors.chunk, ranks=ranks)
+        needed += sum(item.weights.held for item in self.inputs if isinstance(item.weights, Adapter))
         if self.operator.takes != "matrices":
-            return streaming, "chunks of every model"
-        needed = [
-            (8 * (5 * shape[0] * shape[1] + 5 * shape[1] ** 2), name)
-            for name in self.vectors.names
+            return needed, "chunks of every model"
+        matrices = [
+            (8 * (7 * shape[0] * shape[1] + 7 * shape[1] ** 2), name)
+            for name in self.vectors.changed
             if self.operator.tensors.match(name, shape := self.vectors.base.shape(name))
         ]
-        largest, name = max(needed, default=(0, ""))
-        return streaming + largest, f"matrix {name} and its Gram" if name else "chunks of every model"
+        largest, name = max(matrices, default=(0, ""))
+        return needed + largest, f"matrix {name} and its Gram" if name else "chunks of every model"
+
+    def with_statistics(self, files: Sequence[Path]) -> Plan:
+        """The same merge, by statistics that were computed since.
+
+        Raises:
+            MergeError: they are of other models.
+        """
+        return replace(self, statistics=tuple(_match(self.inputs, files)))
+
+    def within(self, memory: int) -> Plan:
+        """The same merge, in chunks so small that it needs no more private memory than `memory` bytes.
+
+        Shards make no difference: their tensors are written as they are computed.
+
+        Raises:
+            MergeError: it needs more whatever the chunks; says how much, and what for.
+        """
+        for chunk in CHUNKS:
+            plan = replace(self, vectors=self.vectors.in_chunks(chunk))
+            needed, what = plan.memory()
+            if needed <= memory:
+                return plan
+        raise MergeError(
+            f"{self.operator.name} needs {needed / 1e6:.0f} MB of private memory for {what}, but only "
+            f"{memory / 1e6:.0f} MB are allowed"
+        )
 
 
 def plan_models(
@@ -243,7 +272,7 @@ def plan_inputs(
 
 
 def _statistics_of(recipe: Recipe, models: Sequence[Model]) -> list[Path]:
-    """The files that a recipe's `statistics` names."""
+    """The files that a recipe's `statistics` names; of a text they are computed by who can run the models."""
     needs = find_operator(recipe).needs
     if recipe.statistics is None:
         return []
@@ -257,7 +286,7 @@ def _statistics_of(recipe: Recipe, models: Sequence[Model]) -> list[Path]:
         raise recipe.wrong("statistics", f"{recipe.operator} needs none; leave the key out")
     if recipe.statistics == "released":
         return [model.path / STATISTICS for model in models]
-    return list(recipe.statistics)
+    return list(split(recipe.statistics)[0])
 
 
 def _match(inputs: Sequence[Input], paths: Sequence[Path]) -> list[StatisticsFile]:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import yaml
 
 from confide.errors import MergeError
+from confide.merging.statistics import split
 
 Value = float | bool | str
 
@@ -35,7 +36,7 @@ _TOP = {
 }
 _MODEL = {"model": "its folder", "parameters": "the operator's, for this model", "task": "name of its head"}
 _CONDITION = {"filter": "part of a tensor's name", "value": "a value, or one per stretch of layers"}
-_STATISTICS = {"public": "files of statistics of public text"}
+_STATISTICS = {"public": "files of statistics of public text, or one public text"}
 _NOT_OURS = {
     "slices": "models are merged whole: write them under `models`",
     "modules": "models are merged whole: write them under `models`",
@@ -101,7 +102,8 @@ class Recipe:
         compat: whether the operator does what mergekit does, also where that isn't its paper.
         disjoint: the owners declare that no unit is in two of the data sets.
         heads: patterns of tensors that stay per task; None: whatever the family calls its head.
-        statistics: `data-free`, `released` with each model, or files; None if nothing is said.
+        statistics: `data-free`, `released` with each model, or files: of statistics, or one public text; None
+            if nothing is said.
         where: line of each key, for messages about settings.
     """
 
@@ -115,6 +117,11 @@ class Recipe:
     heads: tuple[str, ...] | None = None
     statistics: Literal["data-free", "released"] | tuple[Path, ...] | None = None
     where: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    @property
+    def text(self) -> Path | None:
+        """The public text on which statistics are to be computed; None where there is none."""
+        return split(self.statistics)[1] if isinstance(self.statistics, tuple) else None
 
     def wrong(self, key: str, message: str) -> MergeError:
         """The error about a key; it points at the line, where the recipe came from a file."""
@@ -337,7 +344,14 @@ class _Page:
             )
         value = self.mapping(value, "statistics", _STATISTICS)
         files = value.get("public")
-        return tuple(
+        paths = tuple(
             Path(self.text(file, "statistics.public")).expanduser()
             for file in (files if isinstance(files, list) else [files])
         )
+        if not paths:
+            raise self.wrong("statistics.public", "needs files of statistics, or one public text")
+        try:
+            split(paths)
+        except MergeError as error:
+            raise self.wrong("statistics.public", str(error)) from None
+        return paths

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from confide.merging.vectors import TaskVectors
+from confide.merging.vectors import CHUNK, TaskVectors
 
 _SHIFT = 18
 _LOW = 1 << _SHIFT
@@ -71,7 +71,9 @@ def order_statistics(
     """
 
     size = sum(vectors.size(name) for name in names)
-    if size > _SAMPLE * _RARE and (brackets := _brackets(vectors, names, ranks, size)):
+    # Small chunks say that memory is short, and tables take less than a sample.
+    roomy = vectors.chunk == CHUNK and size > _SAMPLE * _RARE
+    if roomy and (brackets := _brackets(vectors, names, ranks, size)):
         found = [
             [_within(bracket, k, size) for bracket, k in zip(line, own, strict=True)]
             for line, own in zip(_count(vectors, names, brackets), ranks, strict=True)

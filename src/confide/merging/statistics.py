@@ -29,6 +29,9 @@ Array = npt.NDArray[Any]
 Kind = Literal["grams", "fisher"]
 Origin = Literal["public", "released"]
 
+SUFFIX = ".safetensors"
+"""What ends the name of a file of statistics; other files are text."""
+
 _FORMAT = "confide.statistics/1"
 _KINDS: tuple[str, ...] = get_args(Kind)
 _ORIGINS: tuple[str, ...] = get_args(Origin)
@@ -59,6 +62,7 @@ class StatisticsFile:
     Attributes:
         model: hash of the encoder that they were computed on.
         origin: `public` or `released`.
+        source: the public text, in words, or the name of the data set.
 
     Args:
         path: the file.
@@ -76,7 +80,7 @@ class StatisticsFile:
             raise MergeError(f"{path} holds no statistics in the format {_FORMAT}")
         self.label = str(path)
         self.kind, self.model = str(metadata["kind"]), str(metadata.get("model"))
-        self.origin = str(metadata.get("origin"))
+        self.origin, self.source = str(metadata.get("origin")), str(metadata.get("source"))
         if self.origin not in _ORIGINS:
             raise PrivacyError(
                 f"{path} has origin {self.origin!r}; statistics are computed from public text, or released "
@@ -99,10 +103,39 @@ class StatisticsFile:
         return self._checkpoint.read(name, start, stop)
 
 
+def split(given: Sequence[Path]) -> tuple[tuple[Path, ...], Path | None]:
+    """What somebody names for a merge: files of statistics, or one public text to compute them on.
+
+    Raises:
+        MergeError: a text beside other files.
+    """
+    texts = [path for path in given if path.suffix != SUFFIX]
+    if not texts:
+        return tuple(given), None
+    if len(given) > 1:
+        raise MergeError(
+            f"{texts[0]} is no file of statistics ({SUFFIX}); a public text stands alone, for all models"
+        )
+    return (), texts[0]
+
+
+class Whole(Sequence[Array]):
+    """The statistics of one tensor, of each model: float64, in their shape, read when asked for."""
+
+    def __init__(self, statistics: Sequence[Statistics], name: str) -> None:
+        self._statistics, self._name = statistics, name
+
+    def __len__(self) -> int:
+        return len(self._statistics)
+
+    def __getitem__(self, index: Any) -> Any:
+        return whole(self._statistics[range(len(self))[index]], self._name)
+
+
 def whole(statistics: Statistics, name: str) -> npt.NDArray[np.float64]:
     """The statistics of one tensor, in their shape, float64."""
     shape = statistics.shape(name)
-    return statistics.read(name, 0, math.prod(shape)).astype(np.float64).reshape(shape)
+    return statistics.read(name, 0, math.prod(shape)).astype(np.float64, copy=False).reshape(shape)
 
 
 def pieces(statistics: Statistics, name: str) -> Iterator[npt.NDArray[np.float64]]:

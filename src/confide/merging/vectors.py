@@ -113,6 +113,7 @@ class TaskVectors:
         base: θ₀.
         models: θ_t.
         count: T.
+        chunk: coordinates at a time.
         names: floating-point tensors that the models have, sorted.
         buffers: integer tensors; equal everywhere.
         absent: tensors of the base that no model has (a pooler that the classifier doesn't use).
@@ -128,6 +129,7 @@ class TaskVectors:
         self.base = base
         self.models = tuple(models)
         self.count = len(models)
+        self.chunk = CHUNK
         present = {name for model in models for name in model.names}
         self.absent = tuple(sorted(name for name in base.names if name not in present))
         for name in self.absent:
@@ -148,8 +150,7 @@ class TaskVectors:
                         f"integer tensor {name} differs between {model.label} and base {base.label}; "
                         "integers are not merged"
                     )
-        self._base = np.empty(CHUNK)
-        self._vectors = np.empty((self.count, CHUNK))
+        self._reserve()
 
     def size(self, name: str) -> int:
         """How many coordinates a tensor has."""
@@ -162,6 +163,13 @@ class TaskVectors:
         part.__dict__["changed"] = tuple(name for name in self.changed if name in names)
         return part
 
+    def in_chunks(self, size: int) -> TaskVectors:
+        """The same task vectors, read in chunks of `size` coordinates."""
+        other = copy(self)
+        other.chunk = size
+        other._reserve()
+        return other
+
     @cached_property
     def changed(self) -> tuple[str, ...]:
         """Tensors in which some task vector isn't zero."""
@@ -170,11 +178,11 @@ class TaskVectors:
     def chunks(self, name: str, dtype: npt.DTypeLike = np.float64) -> Iterator[Piece]:
         """`piece` after piece of a flattened tensor, in order."""
         size = self.size(name)
-        for start in range(0, size, CHUNK):
-            yield self.piece(name, start, min(start + CHUNK, size), dtype)
+        for start in range(0, size, self.chunk):
+            yield self.piece(name, start, min(start + self.chunk, size), dtype)
 
     def piece(self, name: str, start: int, stop: int, dtype: npt.DTypeLike = np.float64) -> Piece:
-        """Coordinates [start, stop) of a flattened tensor, at most `CHUNK` of them.
+        """Coordinates [start, stop) of a flattened tensor, at most `chunk` of them.
 
         Args:
             dtype: of the task vectors, float64 or float32: the difference, rounded once.
@@ -205,10 +213,13 @@ class TaskVectors:
         size = rows // blocks if rows % blocks == 0 else rows
         return [Matrices(self, name, start, start + size) for start in range(0, rows, max(size, 1))]
 
+    def _reserve(self) -> None:
+        self._base, self._vectors = np.empty(self.chunk), np.empty((self.count, self.chunk))
+
     def _differs(self, name: str) -> bool:
         size = self.size(name)
-        for start in range(0, size, CHUNK):
-            stop = min(start + CHUNK, size)
+        for start in range(0, size, self.chunk):
+            stop = min(start + self.chunk, size)
             base = self.base.read(name, start, stop)
             if any(not np.array_equal(base, model.read(name, start, stop)) for model in self.models):
                 return True

@@ -18,8 +18,10 @@ from confide.merging.inputs import read_inputs
 from confide.merging.merge import body
 from confide.merging.operators import find
 from confide.merging.plan import Plan, plan_inputs
+from confide.merging.statistics import Kind
 from confide.merging.stream import TensorLine
 from confide.merging.vectors import TaskVectors
+from confide.release.format import STATISTICS
 from confide.release.tensors import Checkpoint, decode
 from confide.release.write import MERGE_REPORT
 
@@ -55,19 +57,24 @@ def rederive(
     computed. On another machine a matrix product may round in another way: operators of whole matrices may
     differ there in the last bits, and are compared up to rounding and 1e-5 of a task vector's mean entry.
 
+    Statistics that were released with the inputs are found there.
+
     Args:
         folder: the merge.
         inputs: what was merged, in any order; told apart by their tasks.
         base: folder of the public base.
         sample: how many tensors, drawn at random; those that no model changed are drawn too.
         seed: fixes the draw; None draws afresh, so that nobody knows what will be checked.
-        statistics: files of the operator's statistics, if it needs them.
+        statistics: files of the operator's statistics, if it needs public ones.
 
     Raises:
         MergeError: no report of a merge there, or other inputs than it names.
     """
     report = _report(Path(folder))
-    plan = _plan(report, [Path(path) for path in inputs], Path(base), statistics)
+    paths = [Path(path) for path in inputs]
+    if not statistics and any(each["origin"] == "released" for each in report.get("statistics", ())):
+        statistics = [path / STATISTICS for path in paths]
+    plan = _plan(report, paths, Path(base), statistics)
     merged = Checkpoint.open(Path(folder))
     lines = {line["name"]: line for line in report["tensors"]}
     names = sorted(plan.vectors.base.names)
@@ -94,6 +101,15 @@ def rederive(
         if not same:
             differing.append(name)
     return Rederived(tuple(sorted(set(drawn) - set(differing))), tuple(sorted(differing)), len(names))
+
+
+def needs(folder: Path) -> Kind | None:
+    """Which statistics of the inputs a merge was made by, as its report says.
+
+    Raises:
+        MergeError: no report of a merge there.
+    """
+    return find(str(_report(Path(folder)).get("operator"))).needs
 
 
 def _same(ours: Any, theirs: Any, dtype: str, plan: Plan, line: dict[str, Any]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,24 +16,26 @@ from confide.models.backbones import Classifier
 from confide.models.moe.attach import merged_experts, trained_names
 from confide.models.moe.layers import SparseLayer, sparse_layers
 
-_BLOCK = re.compile(r"\.layers?\.(\d+)\.")
+_BLOCK = re.compile(r"(?:^|\.)(?:layers?|h|block)\.(\d+)\.")
 _UNREAD = (
     "mask_token"  # of image models; only pretraining reads it, so that it would be trained on noise alone
 )
 
 
 class Trainable(BaseModel):
-    """What is trained beside the head, which always is.
+    """What is trained beside the head, which always is. A language model's counts as a layer of the base.
 
     Attributes:
         kind: `head` (the encoder stays untouched), `lora`, `blocks` (whole top blocks), or `all`.
-        blocks: how many blocks from the top, for `lora` and `blocks`; 0 means every block.
+        blocks: how many blocks from the top, for `lora` and `blocks`; 0 means every block. Of an encoder and
+            of a decoder, where there are both.
         rank: r of LoRA.
         alpha: LoRA's scale is alpha / rank.
         train_a: whether LoRA's A is trained too. False keeps it at its public random value: half as much to
             add noise to, and ΔW linear in what is trained (FFA-LoRA, Sun et al. 2024); worse where measured.
         targets: ends of the names of the Linear layers that LoRA adapts, whole components: `value`, or
             `attention.output.dense`; by default what families call the projections of queries and values.
+            Some families have them in one layer with the keys, as GPT-2 in `c_attn`.
     """
 
     kind: Literal["head", "lora", "blocks", "all"] = "lora"
@@ -41,7 +43,10 @@ class Trainable(BaseModel):
     rank: int = Field(default=8, gt=0)
     alpha: float = Field(default=16.0, gt=0, allow_inf_nan=False)
     train_a: bool = True
-    targets: tuple[str, ...] = ("query", "value", "q_proj", "v_proj", "q_lin", "v_lin")
+    targets: tuple[str, ...] = (
+        *("query", "value", "q_proj", "v_proj", "q_lin", "v_lin", "q", "v"),
+        *("c_attn", "query_key_value", "qkv_proj", "Wqkv"),
+    )
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -53,7 +58,7 @@ class Adapted:
     Attributes:
         classifier: with adapters injected in place, for LoRA.
         encoder: names of trainable encoder parameters (adapter weights under LoRA).
-        head: names of the head's parameters.
+        head: names of the head's parameters; none of a language model, whose head is the base's.
         first_block: index of the lowest block that is trained; everything below is frozen and its output
             can be cached. The number of blocks when only the head is trained, 0 when embeddings are.
         lora: adapted layers by the name of their weight in the plain model.
@@ -84,16 +89,25 @@ def adapt(
         seed: fixes LoRA's initial A (B starts at zero, so the model is unchanged); public.
 
     Raises:
-        ConfigError: more blocks than the model has, or LoRA targets that it hasn't.
+        ConfigError: more blocks than the model has, LoRA targets that it hasn't, or a language model's head
+            alone.
     """
     model = classifier.model
-    count = _block_count(model)
+    head = () if classifier.problem.target == "text" else classifier.head
+    if trainable.kind == "head" and not head:
+        raise ConfigError(
+            "a language model has no head of its own to train: its output layer belongs to the base; "
+            "train lora, blocks or all"
+        )
+    stacks = _stacks(model)
+    count = max(stacks.values(), default=0)
     if trainable.kind in ("lora", "blocks") and trainable.blocks > count:
         raise ConfigError(f"trainable.blocks is {trainable.blocks}, but the base has {count} blocks")
     lowest = count - (trainable.blocks or count)
+    tops = {stack: own - min(trainable.blocks or own, own) for stack, own in stacks.items()}
     lora: dict[str, nn.Module] = {}
     if trainable.kind == "lora":
-        lora = _inject(model, trainable, lowest, seed)
+        lora = _inject(model, trainable, tops, seed)
         factors = ("lora_A", "lora_B") if trainable.train_a else ("lora_B",)
         wanted = {f"{name}.{factor}.default.weight" for name in lora for factor in factors}
         encoder = tuple(name for name, _ in model.named_parameters() if name in wanted)
@@ -103,16 +117,14 @@ def adapt(
         encoder = tuple(
             name
             for name, _ in model.named_parameters()
-            if name not in classifier.head
-            and _is_trained(name, trainable.kind, lowest)
-            and not name.startswith(apart)
+            if name not in head and _is_trained(name, trainable.kind, tops) and not name.startswith(apart)
         )
     first = {"head": count, "all": 0}.get(trainable.kind, lowest)
     first = min([first, *(layer.number for layer in experts)])
-    trained = {*encoder, *classifier.head}
+    trained = {*encoder, *head}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
-    return Adapted(classifier, encoder, classifier.head, first, lora, tuple(experts))
+    return Adapted(classifier, encoder, head, first, lora, tuple(experts))
 
 
 def plain_state(adapted: Adapted) -> dict[str, Tensor]:
@@ -132,10 +144,11 @@ def plain_state(adapted: Adapted) -> dict[str, Tensor]:
 
 
 def lora_delta(layer: nn.Module) -> Tensor:
-    """ΔW = s·B·A of one adapted layer, shaped like its weight."""
+    """ΔW = s·B·A of one adapted layer, shaped like its weight; GPT-2's are (in, out)."""
     a, b = lora_factors(layer)
     with torch.no_grad():
-        return lora_scale(layer) * (b @ a)
+        delta = lora_scale(layer) * (b @ a)
+        return delta.T if getattr(layer, "fan_in_fan_out", False) else delta
 
 
 def lora_factors(layer: nn.Module) -> tuple[nn.Parameter, nn.Parameter]:
@@ -148,36 +161,52 @@ def lora_scale(layer: nn.Module) -> float:
     return float(layer.scaling["default"])  # type: ignore[index]
 
 
-def _block_count(model: nn.Module) -> int:
-    blocks = [int(match[1]) for name, _ in model.named_parameters() if (match := _BLOCK.search(name))]
-    return max(blocks) + 1 if blocks else 0
+def _stacks(model: nn.Module) -> dict[str, int]:
+    """What stands before the blocks' numbers → how many; an encoder and a decoder have their own."""
+    counts: dict[str, int] = {}
+    for name, _ in model.named_parameters():
+        if match := _BLOCK.search(name):
+            stack = name[: match.start(1)]
+            counts[stack] = max(counts.get(stack, 0), int(match[1]) + 1)
+    return counts
 
 
-def _is_trained(name: str, kind: str, lowest: int) -> bool:
+def _is_on_top(name: str, tops: Mapping[str, int]) -> bool:
+    """Whether a block holds this parameter or module that is one of those asked for."""
+    match = _BLOCK.search(name)
+    return match is not None and int(match[1]) >= tops[name[: match.start(1)]]
+
+
+def _is_trained(name: str, kind: str, tops: Mapping[str, int]) -> bool:
     if kind == "all":
         return not name.endswith(_UNREAD)
-    match = _BLOCK.search(name)
-    return kind == "blocks" and match is not None and int(match[1]) >= lowest
+    return kind == "blocks" and _is_on_top(name, tops)
 
 
-def _inject(model: nn.Module, trainable: Trainable, lowest: int, seed: int) -> dict[str, nn.Module]:
+def _inject(
+    model: nn.Module, trainable: Trainable, tops: Mapping[str, int], seed: int
+) -> dict[str, nn.Module]:
     from peft import LoraConfig, inject_adapter_in_model
+    from transformers.pytorch_utils import Conv1D
 
     endings = tuple(f".{target}" for target in trainable.targets)
     names = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and name.endswith(endings)
-        and (match := _BLOCK.search(name + "."))
-        and int(match[1]) >= lowest
+        if isinstance(module, nn.Linear | Conv1D) and name.endswith(endings) and _is_on_top(name, tops)
     ]
     if not names:
-        linear = {n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+        linear = {n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)}
         raise ConfigError(
             f"trainable.targets {list(trainable.targets)} match no layer; there are {sorted(linear)}"
         )
-    config = LoraConfig(r=trainable.rank, lora_alpha=trainable.alpha, lora_dropout=0.0, target_modules=names)
+    config = LoraConfig(
+        r=trainable.rank,
+        lora_alpha=trainable.alpha,
+        lora_dropout=0.0,
+        target_modules=names,
+        fan_in_fan_out=isinstance(model.get_submodule(names[0]), Conv1D),
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(config, model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -10,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from confide.errors import ModelError
+from confide.models.language import body_prefix, head_of, padded, tied, with_objective
 from confide.release.format import PREPROCESSOR, TEXT_CLASSES, Problem, preprocessor
-from confide.release.names import PREFIXES, canonical
+from confide.release.names import DECODERS, PREFIXES, canonical
 from confide.release.tensors import Checkpoint
 
 if TYPE_CHECKING:
@@ -29,8 +31,9 @@ class Classifier:
             that records share would tie one record's gradient to the others'.
         tokenizer: the base's own; None for images.
         prefix: what the classifier puts before the encoder's parameter names, such as `bert.`.
-        head: names of the head's parameters.
-        problem: what it reads and says.
+        head: names of the head's parameters; of a language model, of all tensors outside its body that
+            aren't tied to it.
+        problem: what it reads and says; of a language model, with its objective.
         colours: mean and deviation of each colour that images are normalised by.
         unused: tensors of the base that this class has no use for (a pooler, where the head reads something
             else); released as they are, so that releases for different problems can be merged.
@@ -84,7 +87,11 @@ def load_classifier(
     """
     import torch
 
-    classifier, _ = _load(folder, labels, problem or TEXT_CLASSES)
+    classifier, stored = _load(folder, labels, problem or TEXT_CLASSES)
+    if classifier.problem.target == "text":  # its head is the base's
+        if missing := sorted(set(classifier.head) - stored):
+            raise _lacks(folder, missing, "the language model's output layer")
+        return classifier
     model: Any = classifier.model
     wanted = set(classifier.head)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -128,6 +135,15 @@ def load_trained(folder: Path, labels: tuple[str, ...], problem: Problem | None 
     return classifier
 
 
+def load_body(folder: Path, labels: tuple[str, ...], problem: Problem) -> Classifier:
+    """Load one task's model out of a merge, whose own file holds no head: that is still to be filled in.
+
+    Raises:
+        ModelError: as `load_classifier`.
+    """
+    return _load(folder, labels, problem)[0]
+
+
 def load_encoder(folder: Path) -> tuple[nn.Module, Any]:
     """The base without a head, in float32 and evaluation mode, and its tokenizer; of two parts the encoder.
 
@@ -169,11 +185,13 @@ def answer_in(classifier: Classifier, label_range: tuple[float, float]) -> None:
 def stored_names(classifier: Classifier, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Tensors under the names that transformers writes, which are those that the base's file has.
 
-    In memory, version 5 calls the parameters of some families otherwise.
+    In memory, version 5 calls the parameters of some families otherwise. What is tied is written once.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    return revert_weight_conversion(classifier.model, dict(state))  # type: ignore[no-any-return]
+    twice = tied(classifier.model)
+    once = {name: tensor for name, tensor in state.items() if name not in twice}
+    return revert_weight_conversion(classifier.model, once)  # type: ignore[no-any-return]
 
 
 def _load(folder: Path, labels: tuple[str, ...], problem: Problem) -> tuple[Classifier, set[str]]:
@@ -184,10 +202,12 @@ def _load(folder: Path, labels: tuple[str, ...], problem: Problem) -> tuple[Clas
     import confide.models.moe.bert  # noqa: F401  so that the Auto classes know it
 
     config = _read(transformers.AutoConfig, folder)
-    _require_encoder(config, folder, problem)
+    problem = with_objective(problem, config, folder)
+    if problem.target != "text":
+        _require_encoder(config, folder, problem)
     if problem.target == "number":
         config.num_labels, config.problem_type = 1, "regression"
-    else:
+    elif problem.target != "text":
         config.num_labels = len(labels)
         config.id2label = dict(enumerate(labels))
         config.label2id = {label: index for index, label in enumerate(labels)}
@@ -202,27 +222,30 @@ def _load(folder: Path, labels: tuple[str, ...], problem: Problem) -> tuple[Clas
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
-    prefix = f"{model.base_model_prefix}."
+    prefix = body_prefix(model)
     absent = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}
-    missing = sorted(name for name in absent if name.startswith(prefix))
+    head = head_of(model, prefix, problem)
+    missing = sorted(name for name in absent if name.startswith(prefix) and name not in head)
     if missing:
-        raise ModelError(
-            f"{folder} lacks {len(missing)} tensors of the encoder (or has them in another shape), starting "
-            f"with {missing[0]}; training from random layers is not fine-tuning, so this base is refused"
-        )
-    names = [name for name, _ in model.named_parameters()]
-    head = tuple(name for name in names if not name.startswith(prefix))
+        raise _lacks(folder, missing, "the encoder")
     images = problem.inputs == "image"
     classifier = Classifier(
         model.eval(),
-        None if images else _tokenizer(folder, config, problem),
+        None if images else padded(_tokenizer(folder, config, problem), model, folder),
         prefix,
         head,
         problem,
         _colours(folder) if images else None,
         _unused(folder, prefix, found["unexpected_keys"]),
     )
-    return classifier, set(names) - absent
+    return classifier, set(model.state_dict()) - absent
+
+
+def _lacks(folder: Path, missing: list[str], what: str) -> ModelError:
+    return ModelError(
+        f"{folder} lacks {len(missing)} tensors of {what} (or has them in another shape), starting with "
+        f"{missing[0]}; training from random layers is not fine-tuning, so this base is refused"
+    )
 
 
 def _tokenizer(folder: Path, config: Any, problem: Problem) -> Any:
@@ -235,6 +258,7 @@ def _tokenizer(folder: Path, config: Any, problem: Problem) -> Any:
     return _read(AutoTokenizer, folder, **spaced)
 
 
+_LEFT_OVER = re.compile(r"\.attn\.(masked_)?bias$|\.EncDecAttention\.relative_attention_bias\.weight$")
 _BYTE_LEVEL = ("roberta", "longformer", "modernbert", "deberta")
 
 
@@ -254,15 +278,16 @@ def _colours(folder: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def _unused(folder: Path, prefix: str, names: Any) -> dict[str, Tensor]:
-    """The encoder's own among the tensors that a model class left out."""
+    """The body's own among the tensors that a model class left out: a pooler, old constants."""
     import torch
 
     checkpoint = Checkpoint.open(folder)
     inner = prefix if any(name.startswith(prefix) for name in checkpoint.names) else ""
-    pooler = {name for name in names if name.removeprefix(inner).startswith("pooler.")}
+    left_out = {name for name in names if name.removeprefix(inner).startswith("pooler.")}
+    left_out |= {name for name in checkpoint.names if name.startswith(inner) and _LEFT_OVER.search(name)}
     return {
         prefix + canonical(name.removeprefix(inner)): torch.from_numpy(checkpoint.numpy(name).copy())
-        for name in sorted(pooler)
+        for name in sorted(left_out)
         if name in checkpoint
     }
 
@@ -291,16 +316,17 @@ def _require_encoder(config: Any, folder: Path, problem: Problem) -> None:
         return
     if kind == MODEL_TYPE and problem.target != "tokens":
         return
-    masked = kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    pretrained = kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES or kind in DECODERS
     mapping = (
         auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
         if problem.target == "tokens"
         else auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
     )
-    if not (masked and kind in mapping) or config.is_encoder_decoder or getattr(config, "is_decoder", False):
+    whole = config.is_encoder_decoder or getattr(config, "is_decoder", False)
+    if not (pretrained and kind in mapping) or whole:
         raise ModelError(
             f"{folder} holds a {kind!r} model, which is not an encoder for classification; "
-            "use an encoder such as BERT"
+            "use an encoder such as BERT, or a decoder such as Llama"
         )
 
 

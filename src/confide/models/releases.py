@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from confide.errors import ReleaseError
-from confide.models.backbones import Classifier, load_classifier, load_trained
+from confide.models.backbones import Classifier, load_body, load_trained
 from confide.release import format
 from confide.release.format import WEIGHTS, Head
 from confide.release.write import verify
@@ -28,18 +28,24 @@ def load_release(folder: Path, task: str | None = None) -> tuple[Classifier, Hea
     verify(folder)
     info = format.read(folder)
     head = info.head(task) if task is not None else info.only_head()
+    if not head.labels and head.problem.target != "number":
+        raise ReleaseError(
+            f"{folder}: the head for {head.task} is no classifier; `confide export` writes its model, which "
+            "transformers loads"
+        )
     if info.kind == "model":
         return load_trained(folder, head.labels, head.problem), head
-    classifier = load_classifier(folder, head.labels, seed=0, problem=head.problem)
+    classifier = load_body(folder, head.labels, head.problem)
     tensors = load_file(folder / "heads" / head.task / WEIGHTS)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    state = classifier.model.state_dict()
     for name in classifier.head:
-        wanted = tuple(classifier.model.get_parameter(name).shape)
+        wanted = tuple(state[name].shape)
         if shapes.get(name) != wanted:
             raise ReleaseError(
                 f"{folder}: the head of {head.task} needs {name} of shape {list(wanted)}, "
                 f"but holds {shapes.get(name)}"
             )
         with torch.no_grad():
-            classifier.model.get_parameter(name).copy_(tensors[name])
+            state[name].copy_(tensors[name])
     return classifier, head

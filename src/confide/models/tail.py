@@ -55,11 +55,15 @@ class Features:
         """Tokens of each record."""
         return np.diff(self.offsets)
 
-    def batch(self, rows: npt.NDArray[np.int64]) -> Batch:
-        """`hidden` (rows, longest, width), zero-padded, and `attention_mask` (rows, longest)."""
+    def batch(self, rows: npt.NDArray[np.int64], width: int = 0) -> Batch:
+        """`hidden` (rows, longest, width), zero-padded, and `attention_mask` (rows, longest).
+
+        Args:
+            width: pad to at least so many tokens.
+        """
         starts = torch.from_numpy(self.offsets[rows])
         lengths = torch.from_numpy(self.lengths[rows])
-        position = torch.arange(int(lengths.max()))
+        position = torch.arange(max(width, int(lengths.max())))
         mask = position < lengths[:, None]
         token = torch.where(mask, starts[:, None] + position, 0)
         hidden = self.hidden[token.flatten()].view(*token.shape, -1)
@@ -93,7 +97,8 @@ class Tail(nn.Module):
 def supports(classifier: Classifier) -> bool:
     """Whether `Tail` knows this architecture exactly."""
     config: Any = classifier.model.config
-    return bool(config.model_type in ("bert", "moe_bert") and config.hidden_act == "gelu")
+    classifies = classifier.problem.target != "text"
+    return bool(classifies and config.model_type in ("bert", "moe_bert") and config.hidden_act == "gelu")
 
 
 def pools(classifier: Classifier) -> bool:

@@ -315,6 +315,17 @@ class Schedule:
         return tuple(name for stream in self.streams for name in stream.parameters)
 
     @property
+    def anchored(self) -> tuple[str, ...]:
+        """Names of the parameters that an anchor pulls."""
+        return tuple(
+            name
+            for stream in self.streams
+            for group in stream.groups
+            if stream.anchor and group.anchored
+            for name in group.parameters
+        )
+
+    @property
     def private(self) -> bool:
         """Whether every query carries noise."""
         return all(

@@ -76,7 +76,16 @@ def _pipeline(info: ReleaseInfo) -> str:
     problem = info.only_head().problem
     if problem.inputs == "image":
         return "image-classification"
+    if problem.objective is not None:
+        return _PIPELINES[problem.objective]
     return "token-classification" if problem.target == "tokens" else "text-classification"
+
+
+_PIPELINES: Mapping[str, str] = {
+    "causal": "text-generation",
+    "seq2seq": "text2text-generation",
+    "masked": "fill-mask",
+}
 
 
 def _yaml(value: Any) -> str:
@@ -100,6 +109,8 @@ def _what(info: ReleaseInfo, statement: Statement) -> str:
 
 
 def _reads(head: Head) -> str:
+    if head.problem.target == "text":
+        return "texts, and writes answers" if head.problem.inputs == "pair" else "texts, as a language model"
     match head.problem.inputs:
         case "image":
             return f"images, resized to {head.problem.image_size} × {head.problem.image_size} pixels"
@@ -117,6 +128,10 @@ def _merge(report: Mapping[str, Any]) -> str:
         f"made {len(merged)} of {len(report['tensors'])} tensors; the others are the base's.",
         *(f"- {model['tasks']} ({model['kind']})" for model in report["models"]),
     ]
+    if weighed := report.get("statistics"):
+        origins = sorted({f"{each['origin']} {each['kind']}" for each in weighed})
+        sources = ", ".join(dict.fromkeys(each["source"] for each in weighed))
+        lines.append(f"\nIt weighs the models by {' and '.join(origins)}, of: {sources}.")
     return "## What was merged\n\n" + "\n".join([lines[0], "", *lines[1:]])
 
 
@@ -124,6 +139,8 @@ def _labels(head: Head) -> str:
     if head.problem.label_range:
         low, high = head.problem.label_range
         return f"- **{head.task}**: a number; labels were declared to lie between {low:g} and {high:g}"
+    if head.problem.target == "text":
+        return f"- **{head.task}**: {_reads(head)}; up to {head.max_length} tokens"
     if not head.labels:
         return f"- **{head.task}**: no classes"
     names = ", ".join(f"`{label}`" for label in head.labels)
@@ -161,6 +178,9 @@ def _load_merged(heads: tuple[Head, ...]) -> str:
             "```"
         )
     head = heads[0]
+    labels = json.dumps(list(head.labels or ("number",)), ensure_ascii=False)
+    writes = head.problem.target == "text"
+    options = "" if writes else ", num_labels=len(labels)"
     return (
         "The encoder is a plain one:\n\n"
         "```python\n"
@@ -168,12 +188,12 @@ def _load_merged(heads: tuple[Head, ...]) -> str:
         "encoder = AutoModel.from_pretrained(FOLDER)\n"
         "tokenizer = AutoTokenizer.from_pretrained(FOLDER)\n"
         "```\n\n"
-        "With a task's head, plain transformers (the names in `heads/` are the classifier's own):\n\n"
+        "With a task's head, plain transformers (the names in `heads/` are the whole model's):\n\n"
         "```python\n"
         "from safetensors.torch import load_file\n"
         f"from transformers import {head.problem.loader}\n\n"
-        f"labels = {json.dumps(list(head.labels or ('number',)), ensure_ascii=False)}\n"
-        f"model = {head.problem.loader}.from_pretrained(FOLDER, num_labels=len(labels))\n"
+        + ("" if writes else f"labels = {labels}\n")
+        + f"model = {head.problem.loader}.from_pretrained(FOLDER{options})\n"
         f'model.load_state_dict(load_file("FOLDER/heads/{head.task}/model.safetensors"), strict=False)\n'
         "```\n\n"
         "or confide, which can also write that model down as a folder that plain transformers loads:\n\n"

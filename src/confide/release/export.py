@@ -17,12 +17,20 @@ from confide.release.tensors import SHARD_SIZE, STORAGE, Array, Checkpoint, Valu
 from confide.release.write import copy_reader, verify, write_release
 
 _PIECE = 1 << 20
+_OUTPUT = "lm_head.weight"
 _CLASSIFIERS = {
     "albert": "AlbertForSequenceClassification",
     "bert": "BertForSequenceClassification",
     "camembert": "CamembertForSequenceClassification",
     "deberta": "DebertaForSequenceClassification",
     "deberta-v2": "DebertaV2ForSequenceClassification",
+    "gemma": "GemmaForSequenceClassification",
+    "gpt2": "GPT2ForSequenceClassification",
+    "llama": "LlamaForSequenceClassification",
+    "mistral": "MistralForSequenceClassification",
+    "opt": "OPTForSequenceClassification",
+    "qwen2": "Qwen2ForSequenceClassification",
+    "qwen3": "Qwen3ForSequenceClassification",
     "distilbert": "DistilBertForSequenceClassification",
     "electra": "ElectraForSequenceClassification",
     "modernbert": "ModernBertForSequenceClassification",
@@ -89,4 +97,11 @@ def _config(folder: Path, head: format.Head) -> dict[str, Any]:
     classifier = _IMAGES.get(family) if head.problem.inputs == "image" else _CLASSIFIERS.get(family)
     if head.problem.target == "tokens" and classifier:
         classifier = classifier.replace("ForSequenceClassification", "ForTokenClassification")
-    return {**config, **said, **({"architectures": [classifier]} if classifier and said else {})}
+    if classifier and said:
+        said["architectures"] = [classifier]
+    if said and config.get("pad_token_id") is None and (end := config.get("eos_token_id")) is not None:
+        # As training does: a decoder's classifier looks for the last token before padding.
+        said["pad_token_id"] = end[0] if isinstance(end, list) else end
+    if _OUTPUT in head.tensors:  # transformers would write the embeddings over a task's own output layer
+        said["tie_word_embeddings"] = False
+    return {**config, **said}

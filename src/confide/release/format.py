@@ -26,10 +26,12 @@ from confide.errors import ReleaseError
 
 FILE_NAME = "confide.json"
 PREPROCESSOR = "preprocessor_config.json"
+GENERATION = "generation_config.json"
 WEIGHTS = "model.safetensors"
 STATISTICS = "statistics.safetensors"
 
-Metric = Literal["accuracy", "macro-f1", "pearson", "spearman", "rmse"]
+Metric = Literal["accuracy", "macro-f1", "pearson", "spearman", "rmse", "perplexity"]
+Objective = Literal["causal", "seq2seq", "masked"]
 
 
 class Problem(BaseModel):
@@ -37,14 +39,19 @@ class Problem(BaseModel):
 
     Attributes:
         inputs: a `text`, a `pair` of texts in their order, or an `image`.
-        target: a `class`, a `number`, or `tokens`: a class for each word of a text.
+        target: a `class`, a `number`, `tokens`: a class for each word of a text; or `text`: a language model
+            learns the second text of a pair, given the first, or a text itself.
+        objective: how a language model learns a `text`. `causal`: each token from those before. `seq2seq`:
+            the same of the second text, with an encoder for the first. `masked`: hidden tokens from all
+            others. Follows from the base; None until there is one.
         label_range: (lowest, highest) label of a `number`, declared. Training sees labels scaled to [-1, 1];
             the released head is scaled back, so that a model answers in the labels' own unit.
         image_size: side of the square that an `image` is resized to, in pixels.
     """
 
     inputs: Literal["text", "pair", "image"] = "text"
-    target: Literal["class", "number", "tokens"] = "class"
+    target: Literal["class", "number", "tokens", "text"] = "class"
+    objective: Objective | None = None
     label_range: tuple[float, float] | None = None
     image_size: int | None = Field(default=None, gt=0)
 
@@ -60,6 +67,8 @@ class Problem(BaseModel):
             raise ValueError("an image size belongs to images")
         if self.target == "tokens" and self.inputs != "text":
             raise ValueError("only a text has labels per token")
+        if self.objective is not None and self.target != "text":
+            raise ValueError("an objective belongs to a language model")
         return self
 
     @property
@@ -67,10 +76,17 @@ class Problem(BaseModel):
         """The class of transformers that loads a model for it."""
         if self.inputs == "image":
             return "AutoModelForImageClassification"
+        if self.objective is not None:
+            return _LANGUAGE_MODELS[self.objective]
         kind = "Token" if self.target == "tokens" else "Sequence"
         return f"AutoModelFor{kind}Classification"
 
 
+_LANGUAGE_MODELS: Mapping[Objective, str] = {
+    "causal": "AutoModelForCausalLM",
+    "seq2seq": "AutoModelForSeq2SeqLM",
+    "masked": "AutoModelForMaskedLM",
+}
 TEXT_CLASSES = Problem()
 
 
@@ -80,7 +96,7 @@ class Head(BaseModel):
     Attributes:
         task: name of the task; the folder name in a merge.
         problem: what the task's records are, and what it says about them.
-        labels: class names in the order of the logits; none for a number.
+        labels: class names in the order of the logits; none for a number or a language model.
         labels_from: `declared` by the owner, or read from the `file`, which assumes that the set of labels
             is public.
         metric: what the task is scored with.

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from confide.errors import ReleaseError
-from confide.release.names import encoder_prefix, encoder_tensors, model_type
+from confide.release.names import DECODERS, OUTPUT, encoder_prefix, encoder_tensors, model_type
 from confide.release.tensors import Checkpoint
 from confide.threads import in_order
 
@@ -74,7 +74,8 @@ def base_hash(folder: Path, prefix: str | None = None) -> str:
     Raises:
         ModelError: no readable weights, or a family whose encoder can't be told from its head.
     """
-    checkpoint = Checkpoint.open(Path(folder))
+    checkpoint, family = Checkpoint.open(Path(folder)), model_type(Path(folder))
     if prefix is None:
-        prefix = encoder_prefix(checkpoint, model_type(Path(folder)))
-    return encoder_hash(checkpoint, prefix)
+        prefix = encoder_prefix(checkpoint, family)
+    own = [name for name in checkpoint.names if name.startswith(OUTPUT)] if family in DECODERS else []
+    return encoder_hash(checkpoint, prefix, own)

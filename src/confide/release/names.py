@@ -36,6 +36,41 @@ PREFIXES: Mapping[str, str] = {
 }
 """What a classifier of each `model_type` puts before its encoder's names (base_model_prefix)."""
 
+DECODERS: Mapping[str, str] = {
+    "bart": "model.",
+    "bloom": "transformer.",
+    "falcon": "transformer.",
+    "gemma": "model.",
+    "gemma2": "model.",
+    "gemma3_text": "model.",
+    "gpt2": "transformer.",
+    "gpt_neo": "transformer.",
+    "gpt_neox": "gpt_neox.",
+    "gptj": "transformer.",
+    "granite": "model.",
+    "llama": "model.",
+    "marian": "model.",
+    "mbart": "model.",
+    "mistral": "model.",
+    "mt5": "",
+    "olmo": "model.",
+    "olmo2": "model.",
+    "opt": "model.",
+    "pegasus": "model.",
+    "phi": "model.",
+    "phi3": "model.",
+    "qwen2": "model.",
+    "qwen3": "model.",
+    "smollm3": "model.",
+    "stablelm": "model.",
+    "starcoder2": "model.",
+    "t5": "",
+}
+"""The same of models that write texts: decoders, and pairs of an encoder and a decoder."""
+
+OUTPUT = "lm_head."
+"""What the output layer's names begin with, where there is no prefix that the body's would have."""
+
 _RENAMED = (
     (re.compile(r"LayerNorm\.gamma$"), "LayerNorm.weight"),
     (re.compile(r"LayerNorm\.beta$"), "LayerNorm.bias"),
@@ -69,12 +104,13 @@ def encoder_prefix(checkpoint: Checkpoint, family: str) -> str:
     Raises:
         ModelError: a family whose prefix isn't known here.
     """
-    if family not in PREFIXES:
+    known = {**PREFIXES, **DECODERS}
+    if family not in known:
         raise ModelError(
             f"{checkpoint.path}: model_type {family!r} isn't one whose encoder can be told from its head; "
-            f"known: {', '.join(sorted(PREFIXES))}"
+            f"known: {', '.join(sorted(known))}"
         )
-    prefix = PREFIXES[family]
+    prefix = known[family]
     return prefix if any(name.startswith(prefix) for name in checkpoint.names) else ""
 
 

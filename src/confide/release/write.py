@@ -36,6 +36,7 @@ PROVENANCE: Mapping[str, str] = {
     format.STATISTICS: "Statistics of the records: the noisy answer to a query that the statement lists.",
     "tokenizer.json": _TOKENIZER,
     "tokenizer_config.json": _TOKENIZER,
+    "chat_template.jinja": _TOKENIZER,
     "special_tokens_map.json": _TOKENIZER,
     "added_tokens.json": _TOKENIZER,
     "vocab.txt": _TOKENIZER,
@@ -45,6 +46,7 @@ PROVENANCE: Mapping[str, str] = {
     "spiece.model": _TOKENIZER,
     format.PREPROCESSOR: "The base's mean and deviation of each colour, which are public; the declared size.",
     "sentencepiece.bpe.model": _TOKENIZER,
+    format.GENERATION: "How the base ends its texts, which is public.",
     format.FILE_NAME: "The owner's settings: task, labels, metric, length; names of the head's tensors.",
     statements.FILE_NAME: "The schedule, declared constants of the data, the claim, hashes of the files.",
     agreement.FILE_NAME: "What organisations agreed on before training: settings, and the base's hashes.",
@@ -58,6 +60,9 @@ TOKENIZER_FILES = (
     format.PREPROCESSOR,
 )
 """What a model needs beside its weights and config.json to read texts, or images."""
+
+COMPANIONS = (*TOKENIZER_FILES, format.GENERATION)
+"""These, and what it needs to write texts."""
 
 _WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "heads/*/model.safetensors", format.STATISTICS)
 _STATISTICS_METADATA = {"format", "kind", "origin", "model", "source"}
@@ -136,7 +141,7 @@ def write_release(
 
 def copy_reader(folder: Path, side: Path, head: Head) -> None:
     """Copy what reads a head's records into the folder of a model for this head alone."""
-    for name in TOKENIZER_FILES:
+    for name in COMPANIONS:
         if (folder / name).exists():
             shutil.copyfile(folder / name, side / name)
     if size := head.problem.image_size:

@@ -5,7 +5,6 @@ be used stops the run before any budget is spent, with its row or file and what 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from confide.errors import DataError
 from confide.privacy.units import UnitMap
 from confide.release.format import TEXT_CLASSES, Problem
 from confide.tasks import labels as label_values
+from confide.tasks.columns import Columns, problem_of
 from confide.tasks.images import SIZE, Images
 from confide.tasks.labels import refuse
 from confide.tasks.metrics import METRICS
@@ -22,50 +22,6 @@ from confide.tasks.records import Metric, Records, TaskData, Text
 from confide.tasks.tables import read_columns
 
 _LEAST_TEST = 2
-
-
-@dataclass(frozen=True)
-class Columns:
-    """Which column of a file holds what.
-
-    Attributes:
-        text: texts; the first ones, of pairs.
-        label: labels: a class or a number, or a list of classes for `tokens`.
-        text_pair: the second texts of pairs.
-        tokens: lists of words, instead of texts.
-        image: paths of images, instead of texts; from the file's own folder where they are relative.
-        unit: whose row it is.
-    """
-
-    text: str = "text"
-    label: str = "label"
-    text_pair: str | None = None
-    tokens: str | None = None
-    image: str | None = None
-    unit: str | None = None
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """The columns that a model reads."""
-        if instead := self.image or self.tokens:
-            return (instead,)
-        return (self.text, self.text_pair) if self.text_pair else (self.text,)
-
-    def fitting(self, problem: Problem) -> Columns:
-        """These columns for what a model is known to read; what wasn't named has its usual name.
-
-        Raises:
-            DataError: it reads pairs, and the column of second texts isn't named.
-        """
-        if problem.inputs == "image":
-            return replace(self, text_pair=None, tokens=None, image=self.image or "image")
-        if problem.target == "tokens":
-            return replace(self, text_pair=None, tokens=self.tokens or "tokens", image=None)
-        if problem.inputs == "pair" and self.text_pair is None:
-            raise DataError("this model reads pairs of texts; name the column of the second ones (text_pair)")
-        return replace(
-            self, text_pair=self.text_pair if problem.inputs == "pair" else None, tokens=None, image=None
-        )
 
 
 def read_task(
@@ -76,6 +32,8 @@ def read_task(
     text_pair: str | None = None,
     tokens: str | None = None,
     image: str | None = None,
+    target: str | None = None,
+    language_model: bool = False,
     labels: Sequence[str] | None = None,
     label_range: tuple[float, float] | None = None,
     image_size: int = SIZE,
@@ -95,6 +53,8 @@ def read_task(
         text_pair: column of second texts; a record is then a pair.
         tokens: column of lists of words; the labels are then lists of classes, one for each word.
         image: column of paths of images.
+        target: column of texts that a language model is to write for those in `text`; instead of labels.
+        language_model: a language model learns the texts themselves; there are no labels.
         labels: class names in the order of the logits. Without them they are read off the file and sorted,
             which makes the set of labels itself a public assumption (`labels_from="file"`).
         label_range: lowest and highest label; declares that labels are numbers. Public, so it may not be
@@ -107,15 +67,20 @@ def read_task(
         test_size: share of the units that are for test, picked at random with `seed` (public).
         test_file: a file (or folder) with the test records, like the other one, instead of `test_size`.
         seed: of the split.
-        metric: how predictions are scored; by default `accuracy` for classes and `pearson` for numbers.
+        metric: how predictions are scored; by default `accuracy` for classes, `pearson` for numbers and
+            `perplexity` for language models.
 
     Raises:
         DataError: anything that would stop training later; one message that names file, column, row (from 1,
             without the header) and what to do.
     """
     path = Path(path)
-    columns = Columns(text, label, text_pair, tokens, image or ("image" if path.is_dir() else None), unit)
-    problem = _problem(path, columns, label_range, image_size)
+    writes = language_model or target is not None
+    folder = "image" if path.is_dir() and not writes else None
+    columns = Columns(text, label, text_pair, tokens, image or folder, unit, target)
+    problem = problem_of(path, columns, label_range, image_size, writes)
+    if writes and (labels is not None or label != "label"):
+        raise DataError("a language model learns texts, which have no labels; leave out label and labels")
     if labels is not None and label_range is not None:
         raise DataError("labels are either classes or numbers; declare labels or a label range, not both")
     declared = label_values.declared_names(labels) if labels is not None else None
@@ -126,16 +91,18 @@ def read_task(
         raise DataError(f"the test size is {test_size}; it is a share of the units, above 0 and below 1")
     if rows_per_unit < 1:
         raise DataError(f"{rows_per_unit} rows per unit; use at least 1")
-    used = [*columns.inputs, label, *([unit] if unit else [])]
+    used = [*columns.inputs, *([] if writes else [label]), *([unit] if unit else [])]
     if len(set(used)) < len(used):
         raise DataError(f"text, label and unit must be different columns, not {', '.join(map(repr, used))}")
 
     values = _read(path, used, columns)
     records, names = _records(path, values, columns, problem, declared, rows_per_unit)
-    _check_classes(path, label, records, names)
+    if not writes:
+        _check_classes(path, label, records, names)
     if test_file is None:
         train, test = _split(path, records, test_size, seed)
-        _check_classes(path, label, train, names, "training ")
+        if not writes:
+            _check_classes(path, label, train, names, "training ")
     else:
         test_path = Path(test_file)
         test_values = _read(test_path, used, columns)
@@ -171,6 +138,7 @@ def read_records(
     text_pair: str | None = None,
     tokens: str | None = None,
     image: str | None = None,
+    target: str | None = None,
     problem: Problem | None = None,
 ) -> Records:
     """Labelled records of a file, all of them, to score a model whose `labels` and `problem` are known.
@@ -179,9 +147,10 @@ def read_records(
         DataError: as `read_task`.
     """
     path, problem = Path(path), problem or TEXT_CLASSES
-    columns = Columns(text, label, text_pair, tokens, image).fitting(problem)
-    declared = label_values.declared_names(labels) if problem.target != "number" else None
-    values = _read(path, [*columns.inputs, label], columns)
+    columns = Columns(text, label, text_pair, tokens, image, target=target).fitting(problem)
+    writes = problem.target == "text"
+    declared = label_values.declared_names(labels) if problem.target != "number" and not writes else None
+    values = _read(path, [*columns.inputs, *([] if writes else [label])], columns)
     # Only for training does the range matter.
     return _records(path, values, columns, problem, declared, 1, in_range=False)[0]
 
@@ -189,10 +158,15 @@ def read_records(
 def read_inputs(path: str | Path, problem: Problem, columns: Columns) -> tuple[Text, ...] | Images:
     """What a model reads of a file, in the order of its rows; of a folder, all its images by name.
 
+    What it should write isn't read.
+
     Raises:
         DataError: as `read_task` for the file and its columns.
     """
-    path, columns = Path(path), columns.fitting(problem)
+    path = Path(path)
+    if problem.target == "text":
+        return read_texts(path, columns.text)
+    columns = columns.fitting(problem)
     if path.is_dir() and columns.image:
         files = [str(file) for file in _files(path) if not file.is_dir()]
         return _inputs(path, {columns.image: files}, columns, problem)
@@ -207,36 +181,6 @@ def read_texts(path: str | Path, text: str) -> tuple[str, ...]:
     """
     path = Path(path)
     return _texts(path, text, read_columns(path, [text])[text])
-
-
-def _problem(
-    path: Path, columns: Columns, label_range: tuple[float, float] | None, image_size: int
-) -> Problem:
-    kinds = [name for name in ("text_pair", "tokens", "image") if getattr(columns, name) is not None]
-    if len(kinds) > 1:
-        raise DataError(
-            f"{kinds[0]} and {kinds[1]} don't go together; a record is a text, a pair, words or an image"
-        )
-    if path.is_dir() and columns.unit:
-        raise DataError(
-            f"{path} is a folder, which can't say whose images are whose; list them in a CSV file"
-        )
-    if label_range is not None:
-        if columns.tokens is not None or path.is_dir():
-            raise DataError("a label range is for one number per row of a file; leave it out")
-        if not -np.inf < label_range[0] < label_range[1] < np.inf:
-            raise DataError(
-                f"the label range is {label_range[0]:g} to {label_range[1]:g}; "
-                "it goes from a lower to a higher number"
-            )
-    if image_size < 1:
-        raise DataError(f"the image size is {image_size}; it is a side in pixels, at least 1")
-    return Problem(
-        inputs="image" if columns.image else "pair" if columns.text_pair else "text",
-        target="tokens" if columns.tokens else "class" if label_range is None else "number",
-        label_range=label_range,
-        image_size=image_size if columns.image else None,
-    )
 
 
 def _read(path: Path, used: Sequence[str], columns: Columns) -> dict[str, list[Any]]:
@@ -273,7 +217,7 @@ def _records(
 ) -> tuple[Records, dict[str, str]]:
     """The records, and the names of their classes; those of the file where none are given."""
     label, unit = columns.label, columns.unit
-    units = UnitMap.records(len(values[label]))
+    units = UnitMap.records(len(values[columns.inputs[0]]))
     if unit:
         owners = [label_values.key(value) for value in values[unit]]
         refuse(path, unit, owners, label_values.is_missing, "no unit", "say whose row it is, or drop it")
@@ -282,6 +226,9 @@ def _records(
         texts = _words(path, columns.tokens, values[columns.tokens])
         own, found = label_values.of_words(path, label, values[label], texts, names)
         return Records(texts, own, units), found
+    if problem.target == "text":
+        written = _inputs(path, values, columns, problem)
+        return Records(written, np.zeros(len(written), np.int64), units), {}
     # Labels first: they are cheaper to check than images.
     if problem.target == "number":
         bounds = problem.label_range if in_range else None

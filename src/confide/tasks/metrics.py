@@ -18,8 +18,10 @@ METRICS: Mapping[str, tuple[Metric, ...]] = {
     "class": ("accuracy", "macro-f1"),
     "number": ("pearson", "spearman", "rmse"),
     "tokens": ("accuracy", "macro-f1"),
+    "text": ("perplexity", "accuracy"),
 }
-"""What each target can be scored with; the first is the default. Of tokens, every labelled word is a row."""
+"""What each target can be scored with; the first is the default. Of tokens, every labelled word is a row; of
+a text, every token that is asked for."""
 
 
 def accuracy(predictions: Classes, labels: Classes) -> float:
@@ -57,7 +59,7 @@ def rmse(predictions: Numbers, labels: Numbers) -> float:
 
 
 def score(metric: Metric, predictions: npt.NDArray[Any], labels: npt.NDArray[Any]) -> float:
-    """The metric's value. Higher is better, except for `rmse`.
+    """The metric's value. Higher is better, except for `rmse`; perplexity is none of predictions.
 
     Args:
         predictions, labels: (n,) classes, or numbers, n ≥ 1.
@@ -86,7 +88,8 @@ def score(metric: Metric, predictions: npt.NDArray[Any], labels: npt.NDArray[Any
 
 def in_words(metric: Metric, value: float) -> str:
     """A score as people read it: shares in percent, correlations and errors as they are."""
-    return f"{metric} {value:.4g}" if metric in METRICS["number"] else f"{metric} {100 * value:.1f} %"
+    plain = metric == "perplexity" or metric in METRICS["number"]
+    return f"{metric} {value:.4g}" if plain else f"{metric} {100 * value:.1f} %"
 
 
 _ALL = dict.fromkeys(name for names in METRICS.values() for name in names)

@@ -17,7 +17,7 @@ from confide.tasks.images import Images
 
 LabelsFrom = Literal["declared", "file"]
 Text = str | tuple[str, ...]
-"""A text; a pair of texts; or the words of a text, where each has a label."""
+"""A text; a pair of texts (a prompt and its answer, say); or the words of a text, where each has a label."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +27,8 @@ class Records:
     Attributes:
         inputs: one per row: texts, pairs of texts, the words of texts, or images.
         labels: (rows,). Int64: the class of each row, an index into the task's label names. Float64: its
-            number. Object: an int64 array with the class of each of its words.
+            number. Object: an int64 array with the class of each of its words. Of a language model they say
+            nothing: texts are all there is.
         units: which unit each row belongs to.
     """
 
@@ -114,7 +115,7 @@ class TaskData:
 
     Attributes:
         name: the task, as tables and folders call it.
-        labels: class names in the order of the logits; none for a number. Public when declared;
+        labels: class names in the order of the logits; none for a number or a text. Public when declared;
             `labels_from="file"` says that they were read off the records, which a statement then names as a
             public assumption.
         metric: how predictions on `test` are scored.

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn import functional
 
 from confide.errors import DataError
 from confide.gradients.losses import IGNORED
-from confide.models.backbones import Classifier
-from confide.models.tail import Source
 from confide.release.format import TEXT_CLASSES, Problem
 from confide.tasks.images import Images
 from confide.tasks.records import Text
@@ -32,6 +32,10 @@ class Encoded:
         pad: token id that fills shorter rows; the attention mask hides it.
         types: (all tokens,) 1 for tokens of a pair's second text, for models that tell them apart; or None.
         words: (all tokens,) which word of its text a token begins, -1 for all others; None for plain texts.
+        targets: (all tokens,) what a language model's output at each token is compared with, `IGNORED` where
+            nothing is asked; or None.
+        answers: what a decoder beside an encoder is to write, a row for each; or None.
+        start: the token that this decoder begins with.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -39,25 +43,33 @@ class Encoded:
     pad: int
     types: npt.NDArray[np.int8] | None = None
     words: npt.NDArray[np.int32] | None = None
+    targets: npt.NDArray[np.int32] | None = None
+    answers: Encoded | None = None
+    start: int | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     @property
     def lengths(self) -> Rows:
-        """(rows,) tokens of each row, special tokens included."""
-        return np.diff(self.offsets)
+        """(rows,) tokens of each row, special tokens and answers included."""
+        own = np.diff(self.offsets)
+        return own if self.answers is None else own + self.answers.lengths
 
-    def batch(self, rows: Rows) -> dict[str, torch.Tensor]:
+    def batch(self, rows: Rows, width: int = 0) -> dict[str, torch.Tensor]:
         """Model inputs for the given rows.
+
+        Args:
+            width: pad to at least so many tokens.
 
         Returns:
             `input_ids`, `attention_mask` and, for pairs, `token_type_ids`: each (len(rows), longest of these
-            rows) int64.
+            rows) int64. Beside an encoder `decoder_input_ids`: answers, a token later, with right padding,
+            which no token of the answer looks at.
         """
         rows = np.asarray(rows, dtype=np.int64)
-        lengths = self.lengths[rows]
-        column = np.arange(lengths.max(initial=0))
+        lengths = np.diff(self.offsets)[rows]
+        column = np.arange(lengths.max(initial=width))
         inside = column < lengths[:, None]
         position = (self.offsets[rows][:, None] + column)[inside]
         ids = np.full(inside.shape, self.pad, dtype=np.int64)
@@ -70,7 +82,36 @@ class Encoded:
             types = np.zeros(inside.shape, dtype=np.int64)
             types[inside] = self.types[position]
             inputs["token_type_ids"] = torch.from_numpy(types)
+        if self.answers is not None:
+            written = self.answers.batch(rows, width)["input_ids"]
+            assert self.start is not None
+            inputs["decoder_input_ids"] = functional.pad(written[:, :-1], (1, 0), value=self.start)
         return inputs
+
+    @property
+    def writes(self) -> bool:
+        """Whether a language model is asked for tokens."""
+        return self.targets is not None or self.answers is not None
+
+    def content(self) -> Iterator[bytes]:
+        """All of it, to be hashed."""
+        yield from (self.tokens.tobytes(), self.offsets.tobytes(), str(self.pad).encode())
+        if self.targets is not None:
+            yield self.targets.tobytes()
+        if self.answers is not None:
+            yield from (*self.answers.content(), str(self.start).encode())
+
+    @property
+    def asked(self) -> Rows:
+        """(rows, longest) int64: what outputs of a language model are compared with, `IGNORED` elsewhere."""
+        if self.answers is not None:
+            return dataclasses.replace(self.answers, targets=self.answers.tokens).asked
+        assert self.targets is not None
+        lengths = np.diff(self.offsets)
+        inside = np.arange(lengths.max(initial=0)) < lengths[:, None]
+        placed = np.full(inside.shape, IGNORED, dtype=np.int64)
+        placed[inside] = self.targets
+        return placed
 
     def word_labels(self, labels: Sequence[npt.NDArray[np.int64]]) -> Rows:
         """Each text's labels at the first tokens of its words; a word that was cut off is lost.
@@ -134,19 +175,6 @@ class Normalised:
         values = torch.from_numpy(self.images.read(np.asarray(rows, dtype=np.int64))).float().div_(255)
         values.sub_(torch.tensor(self.mean)).div_(torch.tensor(self.std))
         return {"pixel_values": values.permute(0, 3, 1, 2).contiguous()}
-
-
-def source(classifier: Classifier, inputs: Sequence[Text] | Images, max_length: int) -> Source:
-    """What a classifier reads of some inputs.
-
-    Raises:
-        DataError: as `encode`.
-    """
-    if isinstance(inputs, Images):
-        assert classifier.colours is not None
-        config: Any = classifier.model.config
-        return Normalised(inputs, *classifier.colours, (inputs.size // int(config.patch_size)) ** 2 + 1)
-    return encode(classifier.tokenizer, inputs, max_length, classifier.problem)
 
 
 def encode(tokenizer: Any, texts: Sequence[Text], max_length: int, problem: Problem | None = None) -> Encoded:
@@ -240,3 +268,20 @@ def buckets(lengths: Rows, position: Rows, budget: int) -> list[Rows]:
         rows += int(sizes[unit])
     batches.append(np.concatenate(batch))
     return batches
+
+
+def packs(position: Rows, size: int) -> list[Rows]:
+    """Split drawn rows into micro-batches of at most `size` rows, in order, without splitting a unit.
+
+    Args:
+        position: as in `buckets`.
+        size: no unit has more rows.
+    """
+    packed: list[Rows] = []
+    starts = np.append(np.flatnonzero(np.diff(position, prepend=-1)), len(position))
+    first = 0
+    for end, following in zip(starts[1:], [*starts[2:], None], strict=True):
+        if following is None or following - first > size:
+            packed.append(np.arange(first, end, dtype=np.int64))
+            first = int(end)
+    return packed

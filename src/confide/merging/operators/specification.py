@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from confide.errors import MergeError
 from confide.merging.operators.parameters import Parameter, PerModel, Setting
-from confide.merging.statistics import Kind, Statistics, check_statistics, whole
+from confide.merging.statistics import Kind, Statistics, Whole, check_statistics
 from confide.merging.vectors import TaskVectors
 
 Vector = npt.NDArray[np.float64]
@@ -164,7 +164,7 @@ class Operator:
             if reason(name):
                 return _mean if self.others == "mean" else _nothing
             blocks = 3 if self.splits_qkv and _PACKED_QKV.search(name) else 1
-            given = ([whole(each, name) for each in statistics],) if self.needs else ()
+            given = (Whole(statistics, name),) if self.needs else ()
             merged, found = [], []
             for matrices in vectors.matrices(name, blocks):
                 values, facts = self.function(matrices, *given, **arguments)

@@ -19,7 +19,7 @@ from confide.errors import MergeError
 from confide.merging.operators.parameters import Choice, Number, PerModel
 from confide.merging.operators.specification import Kernel, Rule, Vector, operator
 from confide.merging.selection import OrderStatistic, magnitudes, order_statistics
-from confide.merging.vectors import CHUNK, TaskVectors
+from confide.merging.vectors import TaskVectors
 
 _KEEP_NOTHING = math.inf
 _SMALLEST_MASS = 1e-8
@@ -100,7 +100,7 @@ def elect_majority(
         majority: sign of Σ sign(Σ_t D̂_t) over all coordinates.
         cancelled: coordinates with entries left whose sum is exactly 0.
     """
-    scratch = Scratch(CHUNK)
+    scratch = Scratch(vectors.chunk)
     balance = cancelled = 0
     for name in vectors.changed:
         for _, chunk in vectors.chunks(name):
@@ -210,7 +210,7 @@ def ties(
     }
     if trim == "global":
         facts["thresholds"] = [value if math.isfinite(value) else None for value in own]
-    scratch = Scratch(CHUNK)
+    scratch = Scratch(vectors.chunk)
 
     def of_tensor(name: str) -> Kernel:
         left = list(found[name][2]) if equal == "first" else []

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,9 @@ from confide.release.tensors import FLOATS, Values, encode, write_tensors
 from confide.release.tensors import decode as values_of
 from confide.release.write import copy_reader, write_release
 
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
 
 @dataclass(frozen=True)
 class Applied:
@@ -42,13 +45,14 @@ class Applied:
     statement: Statement
 
 
-def apply(merged: Path, personal: Path, *, out: Path) -> Applied:
+def apply(merged: Path, personal: Path, *, out: Path, key: Ed25519PrivateKey | None = None) -> Applied:
     """Write θ_merged + the coded residual, with the task's head, as a release that transformers loads.
 
     Args:
         merged: release folder of the merge that the file was packed for.
         personal: the file.
         out: folder to make.
+        key: signs the statement; the inputs' own signatures are carried as they are.
 
     Raises:
         MergeError: another base or merge (names both), a tensor that doesn't fit, a value that isn't finite.
@@ -66,6 +70,7 @@ def apply(merged: Path, personal: Path, *, out: Path) -> Applied:
         about.encoder_prefix,
         about.absent,
         composed([merge.statement, about.statement]),
+        key,
     )
     return Applied(about.head, (1.0,), statement)
 
@@ -78,6 +83,7 @@ def fuse(
     similarities: Sequence[float],
     out: Path,
     disjoint: bool = False,
+    key: Ed25519PrivateKey | None = None,
 ) -> Applied:
     """Write a model for a task that is in no personal file: θ_merged + Σ wₜ·(coded residual of t).
 
@@ -92,6 +98,7 @@ def fuse(
         similarities: one number a file (`similarity.head_similarities`, or of descriptions).
         out: folder to make.
         disjoint: the caller declares that no unit is in two of all the data sets.
+        key: signs the statement, as in `apply`.
 
     Raises:
         MergeError: another base or merge (names both), a tensor that doesn't fit, a value that isn't finite.
@@ -114,6 +121,7 @@ def fuse(
         task.info.encoder_prefix,
         tuple(name for name in merge.weights.names if name not in task.weights.names),
         composed(statements, disjoint=disjoint),
+        key,
     )
     return Applied(task.head, weights, statement)
 
@@ -174,6 +182,7 @@ def _write(
     prefix: str,
     absent: Sequence[str],
     statement: Statement,
+    key: Ed25519PrivateKey | None,
 ) -> Statement:
     def save(folder: Path) -> None:
         tensors: dict[str, Values] = {
@@ -198,6 +207,7 @@ def _write(
         save=save,
         info=ReleaseInfo(kind="model", encoder_prefix=prefix, heads=(head,)),
         statement=statement,
+        key=key,
     )
 
 

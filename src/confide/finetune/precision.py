@@ -1,0 +1,185 @@
+"""bfloat16 for the forward and the backward pass, on micro-batches of one shape.
+
+Rounding depends on the shape of a batch: the processor adds up in another order. In float32 that moves a
+record's gradient by about a millionth. In bfloat16 it would be about a hundredth, and then a record that
+joins a draw would move the clipped gradients of all others a little, beyond what clipping bounds. So each
+micro-batch has the same rows and the same width, whatever was drawn, and what a row computes is then bitwise
+the same wherever it stands and whoever stands beside it. That is asked of the real model before training
+(`check_every_place`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from confide.errors import ModelError
+from confide.finetune.binding import Batch, Binding
+from confide.finetune.prepare import loss_of, made_up_targets
+from confide.finetune.selfcheck import check_gradients, rows_like
+from confide.gradients.engine import Engine
+from confide.models.backbones import Classifier
+from confide.models.tail import Features, Source
+from confide.privacy.streams import Clipping, Schedule
+from confide.tasks.text import Encoded, packs
+
+_GRADIENT = 0.1  # relative; shapes differ, which moves a gradient by a hundredth; float32 shows what is finer
+_SHORTEST = 6  # tokens
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of every micro-batch.
+
+    Attributes:
+        rows: how many.
+        width: tokens of each, padding included.
+    """
+
+    rows: int
+    width: int
+
+    @classmethod
+    def of(cls, width: int, *, tokens: int, expected: float, rows_per_unit: int) -> Shape:
+        """As many rows as fit, or as are hardly ever exceeded by a draw; all of this is public.
+
+        Args:
+            width: tokens of the longest record.
+            tokens: of a micro-batch.
+            expected: mean number of units in a draw.
+            rows_per_unit: the most rows of a unit.
+        """
+        drawn = math.ceil(expected + 2 * math.sqrt(expected)) * rows_per_unit
+        return cls(max(rows_per_unit, min(tokens // width, drawn)), width)
+
+    def batch(self, inputs: Source) -> Callable[[npt.NDArray[np.int64]], Batch]:
+        """Rows → inputs of this width. An image always has its own."""
+        if isinstance(inputs, Encoded | Features):
+            return partial(inputs.batch, width=self.width)
+        return inputs.batch
+
+
+def width_of(inputs: Source, max_length: int) -> int:
+    """Tokens of the longest record that there could be: public, unlike that of the longest there is."""
+    if isinstance(inputs, Features) and int(inputs.lengths.max(initial=1)) == 1:
+        return 1  # the pooler's input
+    return max_length
+
+
+def in_bfloat16(
+    binding: Binding,
+    classifier: Classifier,
+    inputs: Source,
+    schedule: Schedule,
+    *,
+    tokens: int,
+    max_length: int,
+) -> Binding:
+    """The same under autocast; with noise in micro-batches of one shape, once the model was asked about it.
+
+    Args:
+        inputs: what the binding reads.
+        tokens: of a micro-batch.
+        max_length: tokens of the longest record that there may be, public.
+
+    Raises:
+        ModelError: the model has experts, or gives a row something else at another place; or the engine's
+            gradients are far from autograd's.
+    """
+    refuse_experts(classifier.model)
+    module, parameters = binding.module, binding.parameters
+    forward = halved(module, binding.forward)
+    if not schedule.private:
+        return replace(binding, forward=forward)
+    shape = Shape.of(
+        width_of(inputs, max_length),
+        tokens=tokens,
+        expected=max(stream.denominator for stream in schedule.streams),
+        rows_per_unit=binding.units.rows_per_unit,
+    )
+    check_gradients(classifier, module, forward, parameters, inputs, _GRADIENT)
+    check_every_place(classifier, module, forward, parameters, inputs, shape)
+    return replace(
+        binding,
+        forward=forward,
+        batch=shape.batch(inputs),
+        micro_batches=lambda rows, position: packs(position, shape.rows),
+        rows=shape.rows,
+    )
+
+
+def halved(module: nn.Module, forward: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
+    """`forward` under autocast; what it returns is float32, and so are losses."""
+    device = next(module.parameters()).device.type
+
+    def call(batch: Batch) -> Tensor:
+        with torch.autocast(device, torch.bfloat16):
+            outputs = forward(batch)
+        return outputs.float()
+
+    return call
+
+
+def check_every_place(
+    classifier: Classifier,
+    module: nn.Module,
+    forward: Callable[[dict[str, Tensor]], Tensor],
+    parameters: Mapping[str, nn.Parameter],
+    inputs: Source,
+    shape: Shape,
+) -> None:
+    """Put a made-up row first, in the middle and last in micro-batches of other rows.
+
+    Its loss, and the norm of its gradient, must be bitwise the same: then rounding doesn't depend on who else
+    was drawn. The kernels don't look at values, so that a few rows say what holds for all.
+
+    Raises:
+        ModelError: they aren't.
+    """
+    # The first pass is another one: there the engine finds out what acts entry by entry.
+    places = [0, *sorted({0, shape.rows // 2, shape.rows - 1})]
+    rng = np.random.default_rng(1)
+    low = min(_SHORTEST, shape.width)
+    lengths = rng.integers(low, shape.width + 1, 1 + len(places) * shape.rows)
+    rows = rows_like(classifier, inputs, lengths)
+    engine = Engine(module, parameters)
+    found = []
+    for number, place in enumerate(places):
+        which = 1 + number * shape.rows + np.arange(shape.rows)
+        which[place] = 0
+        with engine:
+            outputs = forward(shape.batch(rows)(which))
+            targets = made_up_targets(
+                classifier.problem, outputs, torch.from_numpy(which), torch.from_numpy(rows.lengths[which])
+            )
+            losses = loss_of(classifier.problem)(outputs, targets.to(outputs.device))
+            norms = engine.add(losses, torch.arange(shape.rows), shape.rows, Clipping("flat", 1.0))
+        engine.take()
+        found.append((float(losses[place].detach()), float(norms[place])))
+    if len(set(found[1:])) > 1:
+        raise ModelError(
+            "in bfloat16 a row's gradient depends on its place in the micro-batch on this machine (loss and "
+            f"norm {found[1]} at the first place, {found[-1]} at the last), so that a record would move the "
+            "gradients of others; train with precision float32"
+        )
+
+
+def refuse_experts(model: nn.Module) -> None:
+    """A mixture of experts stays in float32.
+
+    Raises:
+        ModelError: the model has a layer of experts.
+    """
+    for path, module in model.named_modules():
+        if "experts" in module._modules:
+            raise ModelError(
+                f"{path} has experts, whose routing bfloat16's rounding flips; train this base with "
+                "precision float32"
+            )
