@@ -378,6 +378,7 @@ def _show(
 ) -> None:
     from confide.privacy.calibration import delta_warning
     from confide.privacy.words import describe
+    from confide.release.names import CLASSES, model_type
     from confide.tasks.metrics import in_words
 
     for line in describe(result.statement):
@@ -395,8 +396,10 @@ def _show(
     )
     objective = result.adapted.classifier.problem.objective
     does = {None: " labels new rows", "masked": None}.get(objective, " goes on from new texts")
+    module = CLASSES.get(model_type(Path(summary["release"])))
     print(
         f"Release in {summary['release']}; it loads with transformers"
+        f"{f', after `import {module}`' if module else ''}"
         f"{f', and `confide predict`{does}' if does else ''}."
     )
 

@@ -20,8 +20,18 @@ Variant = Literal[
     "non-private",
 ]
 
-ATTENTION = ("query", "key", "value", "attention.output.dense")
-"""q, k, v and o, by the names of BERT and its like."""
+_ATTENTION = (
+    *("query", "key", "value", "attention.output.dense"),  # BERT
+    *("q_proj", "k_proj", "v_proj", "o_proj"),  # decoders
+    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),  # DeepSeek's latent attention
+    *("SelfAttention.q", "SelfAttention.k", "SelfAttention.v", "SelfAttention.o"),  # Switch
+)
+SHARED = (
+    *_ATTENTION,
+    *(f"shared_expert.{part}_proj" for part in ("gate", "up", "down")),  # Qwen2-MoE, Llama 4
+    *(f"shared_experts.{part}_proj" for part in ("gate", "up", "down")),  # DeepSeek
+)
+"""What LoRA adapts in the shared stream: q, k, v and o, and experts that every token meets, in any family."""
 
 
 class ExpertSettings(BaseModel):

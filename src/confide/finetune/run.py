@@ -58,6 +58,8 @@ from confide.models.backbones import (
     stored_names,
 )
 from confide.models.language import save_generation
+from confide.models.moe.export import is_adapter, write_adapter
+from confide.models.moe.families import refuse
 from confide.privacy import statement as statements
 from confide.privacy.calibration import resolve_delta
 from confide.privacy.composition import new_run, training_spending, training_statement
@@ -66,6 +68,7 @@ from confide.privacy.streams import Budget, Schedule
 from confide.release import agreement as agreements
 from confide.release.agreement import Agreement
 from confide.release.format import (
+    ADAPTER,
     PREPROCESSOR,
     STATISTICS,
     TEXT_CLASSES,
@@ -76,6 +79,7 @@ from confide.release.format import (
     preprocessor,
 )
 from confide.release.hashes import base_hash, encoder_hash
+from confide.release.names import model_type
 from confide.release.tensors import Checkpoint, write_tensors
 from confide.release.write import check_task_name, write_release
 from confide.tasks.records import TaskData
@@ -98,7 +102,8 @@ class PublicBase:
         """Resolve a folder, `package:NAME` or hub id, and hash its encoder.
 
         Raises:
-            ModelError: nothing is there, or it is a release, whose weights depend on records.
+            ModelError: nothing is there, or it is a release, whose weights depend on records, or its family
+                can't be trained.
         """
         folder = resolve(name)
         if (folder / statements.FILE_NAME).exists():
@@ -106,6 +111,7 @@ class PublicBase:
                 f"{name} is a release that states what it spent on records, not a public base; training "
                 "on it would leave that out of the claim. Train from the public model underneath"
             )
+        refuse(model_type(folder))
         # A release tells the world the model's name, not where it lies on its owner's machine.
         public = folder.resolve().name if Path(name).expanduser().is_dir() else name
         return cls(folder, Base(name=public, hash=base_hash(folder)))
@@ -214,6 +220,9 @@ class FineTuned:
             raise ReleaseError(f"can't write the tokenizer to {folder}: {error}") from error
         if self.agreement:
             files.write_json(folder / agreements.FILE_NAME, self.agreement.model_dump(mode="json"))
+        if is_adapter(self.adapted):
+            (folder / ADAPTER).mkdir()
+            write_adapter(self.adapted, folder / ADAPTER)
         if self.statistics:
             made = self.statistics
             model = encoder_hash(Checkpoint.open(folder), classifier.prefix, self.adapted.head)

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from confide import sizes
 from confide.errors import ConfigError
-from confide.finetune.expert_settings import ATTENTION, ExpertSettings
+from confide.finetune.expert_settings import SHARED, ExpertSettings
 from confide.models.adapters import Trainable
 from confide.privacy.events import NOT_POISSON
 
@@ -34,8 +34,8 @@ class Settings(BaseModel):
         expected_batch: B, the mean size of a Poisson draw and the denominator; q = B/n. None takes 1024, or
             n/4 where that is less.
         steps: number of noisy steps; all are charged.
-        trainable: what is trained beside the head. `raptor` takes LoRA on the attention of all blocks unless
-            `blocks` or `targets` are given.
+        trainable: what is trained beside the head. `raptor` takes LoRA on the attention and the always-active
+            experts of all blocks unless `blocks` or `targets` are given.
         learning_rate: of encoder parameters (or adapters) at the first step.
         head_learning_rate: of the head.
         decay: of both rates.
@@ -146,11 +146,11 @@ class Settings(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _raptor_adapts_all_attention(cls, given: Any) -> Any:
+    def _raptor_adapts_what_is_shared(cls, given: Any) -> Any:
         if isinstance(given, Mapping) and given.get("method") == "raptor":
             trainable = given.get("trainable", {})
             if isinstance(trainable, Mapping) and trainable.get("kind", "lora") == "lora":
-                return {**given, "trainable": {"blocks": 0, "targets": ATTENTION, **trainable}}
+                return {**given, "trainable": {"blocks": 0, "targets": SHARED, **trainable}}
         return given
 
     @property

@@ -113,7 +113,8 @@ def adapt(
         encoder = tuple(name for name, _ in model.named_parameters() if name in wanted)
         lora = {f"{name}.weight": layer for name, layer in lora.items()}
     else:
-        apart = tuple(f"{layer.name}." for layer in sparse_layers(model)) if experts else ()
+        sparse = sparse_layers(model) if experts else []
+        apart = tuple(f"{layer.name}.{part}." for layer in sparse for part in ("experts", "router", "gate"))
         encoder = tuple(
             name
             for name, _ in model.named_parameters()
@@ -200,15 +201,18 @@ def _inject(
         raise ConfigError(
             f"trainable.targets {list(trainable.targets)} match no layer; there are {sorted(linear)}"
         )
+    # Inside another module, PEFT doesn't see which family it is: in some mixtures it would take always-active
+    # experts for the others, whose old names end alike, and adapt those instead.
+    inside = nn.ModuleDict({"model": model})
     config = LoraConfig(
         r=trainable.rank,
         lora_alpha=trainable.alpha,
         lora_dropout=0.0,
-        target_modules=names,
+        target_modules=[f"model.{name}" for name in names],
         fan_in_fan_out=isinstance(model.get_submodule(names[0]), Conv1D),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        inject_adapter_in_model(config, model)
+        inject_adapter_in_model(config, inside)
     model.eval()
     return {name: model.get_submodule(name) for name in names}

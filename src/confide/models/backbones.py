@@ -6,14 +6,16 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from confide.errors import ModelError
 from confide.models.language import body_prefix, head_of, padded, tied, with_objective
+from confide.models.moe.families import MIXTURES, refuse
 from confide.release.format import PREPROCESSOR, TEXT_CLASSES, Problem, preprocessor
-from confide.release.names import DECODERS, PREFIXES, canonical
+from confide.release.names import CLASSES, DECODERS, PREFIXES, canonical, model_type
 from confide.release.tensors import Checkpoint
 
 if TYPE_CHECKING:
@@ -151,21 +153,25 @@ def load_encoder(folder: Path) -> tuple[nn.Module, Any]:
         ModelError: it can't be loaded, or weights are missing.
     """
     import torch
-    from transformers import AutoModel, AutoTokenizer
+    import transformers
 
-    import confide.models.moe.bert  # noqa: F401  so that the Auto classes know it
-
+    config = _config(folder)
+    name = "SwitchTransformersEncoderModel" if config.model_type == "switch_transformers" else "AutoModel"
     with torch.random.fork_rng(devices=[]), _quiet():
         model, found = _read(
-            AutoModel, folder, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+            getattr(transformers, name),
+            folder,
+            dtype=torch.float32,
+            use_safetensors=True,
+            output_loading_info=True,
         )
-        tokenizer = _read(AutoTokenizer, folder)
+        tokenizer = _tokenizer(folder, config, TEXT_CLASSES)
     if found["missing_keys"]:
         raise ModelError(
             f"{folder} lacks {len(found['missing_keys'])} tensors of the model, starting with "
             f"{sorted(found['missing_keys'])[0]}"
         )
-    if model.config.is_encoder_decoder:
+    if name == "AutoModel" and model.config.is_encoder_decoder:
         model = model.get_encoder()
     return model.eval(), tokenizer
 
@@ -199,9 +205,7 @@ def _load(folder: Path, labels: tuple[str, ...], problem: Problem) -> tuple[Clas
     import torch
     import transformers
 
-    import confide.models.moe.bert  # noqa: F401  so that the Auto classes know it
-
-    config = _read(transformers.AutoConfig, folder)
+    config = _config(folder)
     problem = with_objective(problem, config, folder)
     if problem.target != "text":
         _require_encoder(config, folder, problem)
@@ -229,6 +233,8 @@ def _load(folder: Path, labels: tuple[str, ...], problem: Problem) -> tuple[Clas
     if missing:
         raise _lacks(folder, missing, "the encoder")
     images = problem.inputs == "image"
+    if config.model_type in MIXTURES:
+        model.config.use_cache = False
     classifier = Classifier(
         model.eval(),
         None if images else padded(_tokenizer(folder, config, problem), model, folder),
@@ -246,6 +252,27 @@ def _lacks(folder: Path, missing: list[str], what: str) -> ModelError:
         f"{folder} lacks {len(missing)} tensors of {what} (or has them in another shape), starting with "
         f"{missing[0]}; training from random layers is not fine-tuning, so this base is refused"
     )
+
+
+def _config(folder: Path) -> Any:
+    """The configuration of a base; the Auto classes then know its family.
+
+    Raises:
+        ModelError: it can't be read, weights are quantised, or the family can't be trained.
+    """
+    from transformers import AutoConfig
+
+    kind = model_type(folder)
+    refuse(kind)
+    if kind in CLASSES:
+        import_module(CLASSES[kind])
+    config = _read(AutoConfig, folder)
+    if getattr(config, "quantization_config", None):
+        raise ModelError(
+            f"{folder} holds quantised weights, whose gradients aren't those of the model that is released; "
+            "save it dequantised, in float32 or bfloat16, and train that"
+        )
+    return config
 
 
 def _tokenizer(folder: Path, config: Any, problem: Problem) -> Any:
@@ -303,8 +330,6 @@ def _read(factory: Any, folder: Path, **options: Any) -> Any:
 def _require_encoder(config: Any, folder: Path, problem: Problem) -> None:
     from transformers.models.auto import modeling_auto as auto
 
-    from confide.models.moe.bert import MODEL_TYPE
-
     kind = config.model_type
     if problem.inputs == "image":
         if kind not in PREFIXES or kind not in auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:
@@ -314,7 +339,11 @@ def _require_encoder(config: Any, folder: Path, problem: Problem) -> None:
         assert problem.image_size is not None
         _require_size(config, folder, problem.image_size)
         return
-    if kind == MODEL_TYPE and problem.target != "tokens":
+    if kind == "moe_bert" and problem.target != "tokens":
+        return
+    if kind in MIXTURES:
+        if problem != TEXT_CLASSES:  # most decoders put nothing between the texts of a pair
+            raise ModelError(f"a {kind!r} model is trained here for single texts with one class each")
         return
     pretrained = kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES or kind in DECODERS
     mapping = (

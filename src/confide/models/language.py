@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from confide.errors import ModelError
+from confide.models.moe.families import MIXTURES
 from confide.release.format import Objective, Problem
 from confide.release.names import DECODERS, OUTPUT, PREFIXES
 
@@ -93,12 +94,18 @@ def padded(tokenizer: Any, model: Any, folder: Path) -> Any:
     its place matters, which is after a text's own tokens.
 
     Raises:
-        ModelError: it has neither.
+        ModelError: it has neither, or one that the model doesn't know.
     """
+    config = model.config
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise ModelError(f"{folder}: the tokenizer has neither a padding token nor one that ends a text")
         tokenizer.pad_token = tokenizer.eos_token
-    if getattr(model.config, "pad_token_id", None) is None:
-        model.config.pad_token_id = tokenizer.pad_token_id
+    if tokenizer.pad_token_id >= config.vocab_size:
+        raise ModelError(
+            f"{folder}: the padding token has number {tokenizer.pad_token_id}, but the model has "
+            f"{config.vocab_size} tokens; give the tokenizer one of those, such as its end of text"
+        )
+    if getattr(config, "pad_token_id", None) is None or config.model_type in DECODERS.keys() | MIXTURES:
+        config.pad_token_id = tokenizer.pad_token_id  # by which a decoder's classifier finds a text's end
     return tokenizer

@@ -13,6 +13,7 @@ from confide.privacy.signature import fingerprint
 from confide.privacy.statement import Claim, Spending, Statement
 from confide.privacy.words import apart, publication, round_up
 from confide.release.format import Head, Problem, ReleaseInfo
+from confide.release.names import CLASSES
 
 FILE_NAME = "README.md"
 _TOKENIZER = ("tokenizer", "AutoTokenizer")
@@ -24,12 +25,12 @@ def render(
     statement: Statement,
     signed_by: str | None = None,
     report: Mapping[str, Any] | None = None,
+    family: str | None = None,
 ) -> str:
     """The card of a release, as Hugging Face reads it: YAML front matter, then Markdown.
 
-    Every word follows from the release format, the statement, the public key that signs it, and (of a merge)
-    the merge report, so the card
-    reveals nothing that they don't.
+    Every word follows from the release format, the statement, the public key that signs it, the family of the
+    model (`model_type`), and (of a merge) the merge report, so the card reveals nothing that they don't.
     """
     merged = info.kind == "merged"
     tasks = ", ".join(head.task for head in info.heads)
@@ -41,7 +42,7 @@ def render(
         *(["## Labels\n\n" + "\n".join(_labels(head) for head in info.heads)] if info.heads else []),
         *(["## Score\n\n" + "\n".join(map(publication, statement.published))] if statement.published else []),
         "## How to load it\n\n"
-        + (_load_merged(info.heads) if merged else _load_model(info.only_head().problem)),
+        + (_load_merged(info.heads) if merged else _load_model(info.only_head().problem, family)),
         "## Privacy\n\n" + _claim(statement, signed_by),
         "## Licence\n\nUnknown: ask whoever made this release. The base model's licence applies too.",
     ]
@@ -154,11 +155,13 @@ def _labels(head: Head) -> str:
     )
 
 
-def _load_model(problem: Problem) -> str:
+def _load_model(problem: Problem, family: str | None) -> str:
     name, reader = ("processor", "AutoImageProcessor") if problem.inputs == "image" else _TOKENIZER
+    module = CLASSES.get(family or "")
     return (
         "```python\n"
-        f"from transformers import {problem.loader}, {reader}\n\n"
+        + (f"import {module}  # transformers has no such classifier\n" if module else "")
+        + f"from transformers import {problem.loader}, {reader}\n\n"
         f"model = {problem.loader}.from_pretrained(FOLDER)\n"
         f"{name} = {reader}.from_pretrained(FOLDER)\n"
         "```\n\n"

@@ -1,8 +1,9 @@
-"""One task of a merge as a whole model, which plain transformers loads without knowing of merges."""
+"""One task of a merge as a whole model for plain transformers; LoRA of a release as an adapter for PEFT."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 
 from confide import files
 from confide.errors import ReleaseError
+from confide.privacy import statement as statements
 from confide.privacy.statement import Statement
 from confide.release import format
 from confide.release.tensors import SHARD_SIZE, STORAGE, Array, Checkpoint, Values, write_shards
@@ -66,7 +68,7 @@ def export(
     folder = Path(folder)
     info = format.read(folder)
     if info.kind != "merged":
-        raise ReleaseError(f"{folder} is one task's model already; copy it")
+        raise ReleaseError(f"{folder} is one task's model already; copy it, or take its LoRA with --peft")
     statement = verify(folder)
     head = info.head(task) if task is not None else info.only_head()
     body, own = Checkpoint.open(folder), Checkpoint.open(folder / "heads" / head.task / format.WEIGHTS)
@@ -80,6 +82,31 @@ def export(
 
     whole = format.ReleaseInfo(kind="model", encoder_prefix=info.encoder_prefix, heads=(head,))
     return write_release(Path(out), save=save, info=whole, statement=statement, overwrite=overwrite)
+
+
+def export_adapter(folder: Path, out: Path) -> Statement:
+    """Write a release's LoRA and head as a PEFT adapter of its base, with the statement that has their hash.
+
+    Args:
+        folder: a release of `confide train --method raptor`.
+        out: the folder to make.
+
+    Raises:
+        ReleaseError: not a release, altered, or without LoRA; `out` exists or can't be written.
+        PrivacyError: no valid statement.
+    """
+    folder = Path(folder)
+    statement = verify(folder)
+    if not (folder / format.ADAPTER).is_dir():
+        raise ReleaseError(
+            f"{folder} holds no LoRA: only releases of `confide train --method raptor` do, and only where "
+            "nothing but LoRA and the head was trained"
+        )
+    with files.new_folder(Path(out)) as side:
+        for name in (format.ADAPTER_CONFIG, format.ADAPTER_WEIGHTS):
+            shutil.copyfile(folder / format.ADAPTER / name, side / name)
+        shutil.copyfile(folder / statements.FILE_NAME, side / statements.FILE_NAME)
+    return statement
 
 
 def _stored(checkpoint: Checkpoint, name: str) -> Values:

@@ -6,6 +6,7 @@ A task model (`kind: model`) is a folder that plain transformers loads::
     tokenizer.json, ...                the base's tokenizer, unchanged
     confide.json                       this format: which tensors are the head, which labels it has
     statistics.safetensors             where asked for: noisy statistics for RegMean or Fisher averaging
+    adapter/                           of a mixture: the LoRA that was merged, and the head, for PEFT
     statement.json                     the privacy claim (`privacy.statement`)
     README.md                          the card: both, in words
 
@@ -29,6 +30,8 @@ PREPROCESSOR = "preprocessor_config.json"
 GENERATION = "generation_config.json"
 WEIGHTS = "model.safetensors"
 STATISTICS = "statistics.safetensors"
+ADAPTER = "adapter"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 Metric = Literal["accuracy", "macro-f1", "pearson", "spearman", "rmse", "perplexity"]
 Objective = Literal["causal", "seq2seq", "masked"]

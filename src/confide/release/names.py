@@ -23,14 +23,24 @@ PREFIXES: Mapping[str, str] = {
     "camembert": "roberta.",
     "deberta": "deberta.",
     "deberta-v2": "deberta.",
+    "deepseek_v2": "model.",
+    "deepseek_v3": "model.",
     "deit": "deit.",
     "dinov2": "dinov2.",
     "distilbert": "distilbert.",
     "electra": "electra.",
+    "gpt_oss": "model.",
+    "granitemoe": "model.",
+    "llama4_text": "model.",
+    "mixtral": "model.",
     "modernbert": "model.",
     "moe_bert": "bert.",
     "mpnet": "mpnet.",
+    "olmoe": "model.",
+    "qwen2_moe": "model.",
+    "qwen3_moe": "model.",
     "roberta": "roberta.",
+    "switch_transformers": "switch_transformers.",
     "vit": "vit.",
     "xlm-roberta": "roberta.",
 }
@@ -70,6 +80,14 @@ DECODERS: Mapping[str, str] = {
 
 OUTPUT = "lm_head."
 """What the output layer's names begin with, where there is no prefix that the body's would have."""
+CLASSES: Mapping[str, str] = {
+    "granitemoe": "confide.models.moe.classifiers",
+    "llama4_text": "confide.models.moe.classifiers",
+    "moe_bert": "confide.models.moe.bert",
+    "olmoe": "confide.models.moe.classifiers",
+    "switch_transformers": "confide.models.moe.classifiers",
+}
+"""Modules that tell the Auto classes of transformers a family's classifier, which they don't know."""
 
 _RENAMED = (
     (re.compile(r"LayerNorm\.gamma$"), "LayerNorm.weight"),

@@ -19,6 +19,7 @@ from confide.privacy.statement import Statement
 from confide.release import agreement, card, format
 from confide.release.format import Head, ReleaseInfo
 from confide.release.hashes import file_hash
+from confide.release.names import model_type
 from confide.release.tensors import METADATA, Checkpoint
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ PROVENANCE: Mapping[str, str] = {
     "model-*-of-*.safetensors": "A shard of the weights.",
     "heads/*/model.safetensors": "A task's head, as its own release holds it.",
     format.STATISTICS: "Statistics of the records: the noisy answer to a query that the statement lists.",
+    f"{format.ADAPTER}/{format.ADAPTER_WEIGHTS}": "What was trained of the weights, before it was merged.",
+    f"{format.ADAPTER}/{format.ADAPTER_CONFIG}": "The owner's settings of LoRA, and which layers it adapts.",
     "tokenizer.json": _TOKENIZER,
     "tokenizer_config.json": _TOKENIZER,
     "chat_template.jinja": _TOKENIZER,
@@ -64,7 +67,13 @@ TOKENIZER_FILES = (
 COMPANIONS = (*TOKENIZER_FILES, format.GENERATION)
 """These, and what it needs to write texts."""
 
-_WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "heads/*/model.safetensors", format.STATISTICS)
+_WEIGHTS = (
+    "model.safetensors",
+    "model-*-of-*.safetensors",
+    "heads/*/model.safetensors",
+    f"{format.ADAPTER}/{format.ADAPTER_WEIGHTS}",
+    format.STATISTICS,
+)
 _STATISTICS_METADATA = {"format", "kind", "origin", "model", "source"}
 _PURPOSES = {"grams": "gram", "fisher": "fisher"}
 _TASK = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -121,7 +130,7 @@ def write_release(
         save(side)
         files.write_json(side / format.FILE_NAME, info.model_dump(mode="json"))
         signed_by = public_text(key) if key else None
-        text = card.render(info, statement, signed_by, _merge_report(side))
+        text = card.render(info, statement, signed_by, _merge_report(side), model_type(side))
         files.write_text(side / card.FILE_NAME, text)
         hashes = _hashes(side)
         written = {
@@ -260,6 +269,8 @@ def check_tensors(folder: Path, info: ReleaseInfo) -> None:
         if found - declared:
             raise ReleaseError(f"{folder}: no head declares {': '.join(sorted(found - declared)[0])}")
         missing = sorted(": ".join(pair) for pair in declared - found)
+    adapter = folder / format.ADAPTER / format.ADAPTER_WEIGHTS
+    checkpoints += [Checkpoint.open(adapter)] if adapter.exists() else []
     if missing:
         raise ReleaseError(f"{folder}: the head's tensor {missing[0]} is missing")
     for checkpoint in checkpoints:

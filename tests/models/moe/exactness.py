@@ -11,6 +11,8 @@ import torch
 from tests.models.moe.families import FAMILIES, Pooled, batch, build, losses
 from torch import Tensor, nn
 
+from confide.finetune.expert_settings import SHARED
+from confide.gradients.engine import Engine
 from confide.gradients.expert_engine import ExpertEngine
 from confide.gradients.experts import Lora
 from confide.models.moe.attach import attach, merged_experts
@@ -23,7 +25,7 @@ LENGTHS = [5, 9, 3, 7]
 LABELS = torch.tensor([0, 1, 2, 1])
 UNCLIPPED = Clipping("flat", 1e12)
 KINDS = {"weights": None, "LoRA": Lora(rank=3, alpha=6.0)}
-COLUMNS = ("output", "right", "left", "everyone", "alone_right", "alone_left")
+COLUMNS = ("output", "right", "left", "everyone", "shared", "alone_right", "alone_left")
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Exactness:
         right, left: of owner gradients out of a batch padded on that side, from a backward pass of its own
             per record through the family's model in that batch.
         everyone: the same of gradients with respect to all experts, padded on the right.
+        shared: the same of what the shared stream adapts, attention and always-active experts.
         alone_right, alone_left: of owner gradients out of a batch, from the record alone without padding:
             what the family's own rounding adds when the batch's shape changes.
     """
@@ -43,6 +46,7 @@ class Exactness:
     right: float
     left: float
     everyone: float
+    shared: float
     alone_right: float
     alone_left: float
 
@@ -79,6 +83,7 @@ def measure(family: str, lora: Lora | None) -> Exactness:
         error(mine_right, owned(together["right"], owner)),
         error(mine_left, owned(together["left"], owner)),
         error(per_record(model, experts, right, None), together["right"]),
+        error(*shared_gradients(model, right)),
         error(mine_right, owned(alone, owner)),
         error(mine_left, owned(alone, owner)),
     )
@@ -119,6 +124,33 @@ def per_record(
             )
             found.append(engine.take())
     return found
+
+
+def shared_gradients(
+    model: nn.Module, inputs: dict[str, Tensor]
+) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+    """Each record's gradient of what is shared: by the engine, out of one batch, and by autograd."""
+    endings = tuple(f".{target}" for target in SHARED)
+    parameters = {
+        f"{name}.weight": module.weight
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name.endswith(endings)
+    }
+    rows = torch.eye(len(LABELS), dtype=torch.float64)
+    engine, found, truth = Engine(model, parameters), [], []
+    with engine:
+        for row in rows:
+            weighted = losses(model, inputs, LABELS) * row
+            engine.add(weighted, torch.arange(len(LABELS)), len(LABELS), UNCLIPPED)
+            found.append(engine.take())
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    for parameter in parameters.values():
+        parameter.requires_grad_(True)
+    for row in range(len(LABELS)):
+        loss = losses(model, inputs, LABELS)[row]
+        truth.append(dict(zip(parameters, torch.autograd.grad(loss, [*parameters.values()]), strict=True)))
+    return found, truth
 
 
 def write_experts(plain: Pooled, layer: SparseLayer) -> None:
@@ -195,8 +227,9 @@ def error(found: list[dict[str, Tensor]], truth: list[dict[str, Tensor]]) -> flo
 def table() -> str:
     """The table of docs/moe.md: upper bounds, a decade above what is measured here."""
     lines = [
-        "| family | trained | output | owner, right | owner, left | everyone | alone, right | alone, left |",
-        "|---|---|---|---|---|---|---|---|",
+        "| family | trained | output | owner, right | owner, left | everyone | shared | alone, right "
+        "| alone, left |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for family in FAMILIES:
         for kind, lora in KINDS.items():

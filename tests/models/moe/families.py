@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,23 +29,23 @@ def _common(**changes: Any) -> dict[str, Any]:
     return values | changes
 
 
-def _switch() -> nn.Module:
+def _switch(**changes: Any) -> nn.Module:
     from transformers import SwitchTransformersConfig, SwitchTransformersEncoderModel
 
-    config = SwitchTransformersConfig(
-        vocab_size=VOCABULARY,
-        d_model=WIDTH,
-        d_kv=8,
-        d_ff=24,
-        num_layers=4,
-        num_sparse_encoder_layers=2,
-        num_heads=2,
-        num_experts=EXPERTS,
-        expert_capacity=64,
-        initializer_factor=1.0,
-        dropout_rate=0.1,
-    )
-    return SwitchTransformersEncoderModel(config)
+    values: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "d_model": WIDTH,
+        "d_kv": 8,
+        "d_ff": 24,
+        "num_layers": 4,
+        "num_sparse_encoder_layers": 2,
+        "num_heads": 2,
+        "num_experts": EXPERTS,
+        "expert_capacity": 64,
+        "initializer_factor": 1.0,
+        "dropout_rate": 0.1,
+    }
+    return SwitchTransformersEncoderModel(SwitchTransformersConfig(**(values | changes)))
 
 
 def _auto(config: Any) -> nn.Module:
@@ -53,20 +54,20 @@ def _auto(config: Any) -> nn.Module:
     return AutoModel.from_config(config)
 
 
-def _olmoe() -> nn.Module:
+def _olmoe(**changes: Any) -> nn.Module:
     from transformers import OlmoeConfig
 
-    return _auto(OlmoeConfig(**_common(num_experts=EXPERTS, num_experts_per_tok=2)))
+    return _auto(OlmoeConfig(**_common(num_experts=EXPERTS, num_experts_per_tok=2, **changes)))
 
 
-def _mixtral() -> nn.Module:
+def _mixtral(**changes: Any) -> nn.Module:
     from transformers import MixtralConfig
 
-    config = _common(num_local_experts=EXPERTS, num_experts_per_tok=2, router_jitter_noise=0.1)
+    config = _common(num_local_experts=EXPERTS, num_experts_per_tok=2, router_jitter_noise=0.1, **changes)
     return _auto(MixtralConfig(**config))
 
 
-def _qwen2() -> nn.Module:
+def _qwen2(**changes: Any) -> nn.Module:
     from transformers import Qwen2MoeConfig
 
     config = _common(
@@ -75,11 +76,12 @@ def _qwen2() -> nn.Module:
         moe_intermediate_size=24,
         shared_expert_intermediate_size=20,
         decoder_sparse_step=1,
+        **changes,
     )
     return _auto(Qwen2MoeConfig(**config))
 
 
-def _qwen3() -> nn.Module:
+def _qwen3(**changes: Any) -> nn.Module:
     from transformers import Qwen3MoeConfig
 
     config = _common(
@@ -88,11 +90,12 @@ def _qwen3() -> nn.Module:
         moe_intermediate_size=24,
         decoder_sparse_step=1,
         head_dim=8,
+        **changes,
     )
     return _auto(Qwen3MoeConfig(**config))
 
 
-def _deepseek(version: int) -> nn.Module:
+def _deepseek(version: int, **changes: Any) -> nn.Module:
     from transformers import DeepseekV2Config, DeepseekV3Config
 
     config = _common(
@@ -110,24 +113,27 @@ def _deepseek(version: int) -> nn.Module:
         qk_rope_head_dim=8,
         v_head_dim=8,
         head_dim=8,
+        **changes,
     )
     return _auto((DeepseekV2Config if version == 2 else DeepseekV3Config)(**config))
 
 
-def _granite() -> nn.Module:
+def _granite(**changes: Any) -> nn.Module:
     from transformers import GraniteMoeConfig
 
-    return _auto(GraniteMoeConfig(**_common(num_local_experts=EXPERTS, num_experts_per_tok=2)))
+    return _auto(GraniteMoeConfig(**_common(num_local_experts=EXPERTS, num_experts_per_tok=2, **changes)))
 
 
-def _gpt_oss() -> nn.Module:
+def _gpt_oss(**changes: Any) -> nn.Module:
     from transformers import GptOssConfig
 
-    config = _common(num_local_experts=EXPERTS, num_experts_per_tok=2, head_dim=8, sliding_window=8)
+    config = _common(
+        num_local_experts=EXPERTS, num_experts_per_tok=2, head_dim=8, sliding_window=8, **changes
+    )
     return _auto(GptOssConfig(**config, layer_types=["sliding_attention", "full_attention"]))
 
 
-def _llama4() -> nn.Module:
+def _llama4(**changes: Any) -> nn.Module:
     from transformers import Llama4TextConfig, Llama4TextModel
 
     config = _common(
@@ -138,18 +144,19 @@ def _llama4() -> nn.Module:
         interleave_moe_layer_step=1,
         attn_temperature_tuning=False,
         attention_chunk_size=64,
+        **changes,
     )
     return Llama4TextModel(Llama4TextConfig(**config))
 
 
-FAMILIES: dict[str, Callable[[], nn.Module]] = {
+FAMILIES: dict[str, Callable[..., nn.Module]] = {
     "Switch": _switch,
     "OLMoE": _olmoe,
     "Mixtral": _mixtral,
     "Qwen2-MoE": _qwen2,
     "Qwen3-MoE": _qwen3,
-    "DeepSeek-V2": lambda: _deepseek(2),
-    "DeepSeek-V3": lambda: _deepseek(3),
+    "DeepSeek-V2": functools.partial(_deepseek, 2),
+    "DeepSeek-V3": functools.partial(_deepseek, 3),
     "Granite-MoE": _granite,
     "gpt-oss": _gpt_oss,
     "Llama-4": _llama4,

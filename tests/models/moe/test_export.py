@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.models.moe.bases import save_base
 from tests.models.moe.families import batch, build
 from torch import nn
 
 from confide.errors import ModelError, ReleaseError
+from confide.finetune.expert_settings import SHARED
 from confide.gradients.experts import Lora, OwnerExperts
+from confide.models.adapters import Trainable, adapt, plain_state
+from confide.models.backbones import load_classifier
 from confide.models.moe.attach import attach, merged_experts
-from confide.models.moe.export import from_peft, to_peft
+from confide.models.moe.export import from_peft, is_adapter, to_peft, write_adapter
 from confide.models.moe.harden import harden
 from confide.models.moe.layers import SparseLayer, sparse_layers
 
@@ -66,6 +71,39 @@ def test_what_was_written_is_read_back_bit_for_bit(family: str, tmp_path: Path) 
     from_peft(again_layer, tmp_path / "adapter")
     for name, value in experts.trained().items():
         assert torch.equal(again.get_parameter(name), value), name
+
+
+def test_all_that_was_trained_is_one_adapter_of_two_ranks(tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    base = save_base("OLMoE", ["a fine play"], tmp_path / "base")
+    classifier = load_classifier(base, ("a", "b"), seed=0)
+    harden(classifier.model, max_length=16)
+    layers = sparse_layers(classifier.model)
+    attach(layers[0], LORA)
+    trainable = Trainable(blocks=1, rank=2, alpha=8.0, targets=SHARED)
+    adapted = adapt(classifier, trainable, 0, layers[:1])
+    assert is_adapter(adapted)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name in (*adapted.encoder, *adapted.head, *adapted.expert_parameters):
+            value = classifier.model.get_parameter(name)
+            value.add_(torch.empty_like(value).normal_(std=0.2, generator=generator))
+    (tmp_path / "adapter").mkdir()
+    write_adapter(adapted, tmp_path / "adapter")
+    merged, plain = (load_classifier(base, ("a", "b"), seed=seed).model for seed in (1, 2))
+    merged.load_state_dict(plain_state(adapted))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)  # ranks that match nothing
+        loaded: Any = PeftModel.from_pretrained(plain, str(tmp_path / "adapter")).eval()
+    inputs = batch([5, 9, 3])
+    with torch.no_grad():
+        want = merged(**inputs).logits
+        assert torch.equal(loaded(**inputs).logits, want)
+        assert float((classifier.model(**inputs).logits - want).abs().max()) < 1e-4
+    attach(layers[1])
+    whole = adapt(classifier, Trainable(kind="head"), 0, layers)
+    assert not is_adapter(whole)
 
 
 def test_refusals(tmp_path: Path) -> None:

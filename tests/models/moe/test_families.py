@@ -7,8 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.models.moe.bases import save_base
 from tests.models.moe.exactness import COLUMNS, KINDS, measure
-from tests.models.moe.families import FAMILIES
+from tests.models.moe.families import FAMILIES, build
+from torch import nn
+
+from confide.finetune.expert_settings import SHARED
+from confide.models.adapters import Trainable, adapt
+from confide.models.backbones import load_classifier
+from confide.models.moe.attach import attach
+from confide.models.moe.layers import sparse_layers
 
 GUIDE = Path(__file__).parents[3] / "docs" / "moe.md"
 
@@ -34,7 +42,7 @@ def cases() -> list[Any]:
 def test_owner_gradients_are_autograds(family: str, kind: str) -> None:
     found = measure(family, KINDS[kind])
     assert found.output == 0.0
-    assert max(found.right, found.left, found.everyone) <= 1e-9
+    assert max(found.right, found.left, found.everyone, found.shared) <= 1e-9
     # Tables of rotary positions and some routers are float32 whatever the model is.
     single = family in ("DeepSeek-V2", "DeepSeek-V3", "Llama-4")
     assert found.alone_right <= (1e-6 if single else 1e-9)
@@ -43,8 +51,38 @@ def test_owner_gradients_are_autograds(family: str, kind: str) -> None:
         assert getattr(found, name) <= bound, name
 
 
+ALWAYS_ACTIVE = {"Qwen2-MoE": 3 * 2, "DeepSeek-V2": 3, "DeepSeek-V3": 3, "Llama-4": 3 * 2}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_that_every_token_meets_are_shared(family: str) -> None:
+    """As many Linear layers as the family has of them; those of Qwen2 and Llama 4 see flattened rows."""
+    endings = tuple(f".{target}" for target in SHARED)
+    names = [name for name, module in build(family).named_modules() if isinstance(module, nn.Linear)]
+    shared = [name for name in names if name.endswith(endings)]
+    assert sum(".shared_expert" in name for name in shared) == ALWAYS_ACTIVE.get(family, 0)
+    assert not any("experts.expert_" in name or "router" in name or name.endswith("gate") for name in shared)
+    blocks = 4 if family == "Switch" else 2
+    projections = 5 if family.startswith("DeepSeek") else 4
+    assert len(shared) == blocks * projections + ALWAYS_ACTIVE.get(family, 0)
+
+
+def test_without_lora_they_are_trained_with_the_rest_of_their_block(tmp_path: Path) -> None:
+    base = save_base("Qwen2-MoE", ["a fine play"], tmp_path / "base")
+    classifier = load_classifier(base, ("a", "b"), seed=0)
+    layer = sparse_layers(classifier.model)[-1]
+    attach(layer)
+    adapted = adapt(classifier, Trainable(kind="blocks", blocks=2), 0, (layer,))
+    names = [name for name in adapted.encoder if ".mlp." in name]
+    assert len(names) == 2 * 4
+    assert all(".mlp.shared_expert" in name for name in names)
+    assert all(f"{layer.name}.experts." in name for name in adapted.expert_parameters)
+
+
 def test_the_guide_names_every_family_with_finite_bounds() -> None:
     rows = printed()
     assert rows.keys() == {(family, kind) for family in FAMILIES for kind in KINDS}
     assert all(math.isfinite(value) for row in rows.values() for value in row.values())
-    assert all(max(row["right"], row["left"], row["everyone"]) <= 1e-9 for row in rows.values())
+    assert all(
+        max(row["right"], row["left"], row["everyone"], row["shared"]) <= 1e-9 for row in rows.values()
+    )

@@ -1,4 +1,4 @@
-"""LoRA of a layer's experts as a PEFT adapter, and back."""
+"""LoRA of experts as a PEFT adapter, alone or with all else that was trained, and back."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from torch import Tensor
 from confide.errors import ModelError, ReleaseError
 from confide.files import new_folder
 from confide.gradients.experts import OwnerExperts
+from confide.models.adapters import Adapted, lora_factors, lora_scale
+from confide.models.moe.attach import attached
 from confide.models.moe.layers import SparseLayer
+from confide.release import format
 
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_CONFIG, _WEIGHTS = format.ADAPTER_CONFIG, format.ADAPTER_WEIGHTS
 _PREFIX = "base_model.model."
 
 
@@ -37,8 +40,58 @@ def to_peft(layer: SparseLayer, out: Path) -> None:
     experts = _lora_experts(layer)
     with new_folder(out) as folder:
         _config(layer, experts).save_pretrained(folder)
-        tensors = {name: value.detach().contiguous() for name, value in _tensors(layer, experts).items()}
-        save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
+        _write(_tensors(layer, experts), folder)
+
+
+def write_adapter(adapted: Adapted, folder: Path) -> None:
+    """Write all that was trained, the head and LoRA of dense layers and experts, as one adapter of the base.
+
+    What is adapted is named as parameters and not as modules, because PEFT takes names of modules in some
+    mixtures for others. So `PeftModel` computes with the very weights of the merged release.
+
+    Args:
+        adapted: with `is_adapter`.
+        folder: must exist.
+    """
+    from peft import LoraConfig
+
+    layers = [(layer, _lora_experts(layer)) for layer in adapted.experts]
+    lora = layers[0][1].lora
+    assert lora is not None
+    tensors: dict[str, Tensor] = {}
+    for layer, experts in layers:
+        tensors |= _tensors(layer, experts)
+    rank, alpha = {}, {}
+    for name, module in adapted.lora.items():
+        path = name.removesuffix(".weight")
+        a, b = lora_factors(module)
+        tensors |= {f"{_PREFIX}{path}.lora_A.weight": a, f"{_PREFIX}{path}.lora_B.weight": b}
+        if (len(a), lora_scale(module)) != (lora.rank, lora.scale):
+            rank[name], alpha[name] = len(a), len(a) * lora_scale(module)
+    model = adapted.classifier.model
+    tensors |= {f"{_PREFIX}{name}": model.get_parameter(name) for name in adapted.head}
+    parameters = [name for layer, experts in layers for name in _parameters(layer, experts)]
+    LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=0.0,
+        target_modules=[],
+        target_parameters=[*parameters, *adapted.lora],
+        rank_pattern=rank,
+        alpha_pattern=alpha,
+        modules_to_save=sorted({name.rsplit(".", 1)[0] for name in adapted.head}),
+        inference_mode=True,
+    ).save_pretrained(folder)
+    _write(tensors, folder)
+
+
+def is_adapter(adapted: Adapted) -> bool:
+    """Whether all that was trained is LoRA, some of it of experts, and the head."""
+    return (
+        bool(adapted.experts)
+        and all(attached(layer).lora is not None for layer in adapted.experts)
+        and all(".lora_" in name for name in adapted.encoder)
+    )
 
 
 def from_peft(layer: SparseLayer, folder: Path) -> None:
@@ -90,13 +143,19 @@ def _config(layer: SparseLayer, experts: OwnerExperts) -> Any:
 
     assert experts.lora is not None
     options: dict[str, Any] = {"r": experts.lora.rank, "lora_alpha": experts.lora.alpha, "lora_dropout": 0.0}
+    return LoraConfig(target_modules=[], target_parameters=_parameters(layer, experts), **options)
+
+
+def _parameters(layer: SparseLayer, experts: OwnerExperts) -> list[str]:
     path = f"{layer.name}.experts"
     if layer.kind == "listed":
-        names = [f"{path}.expert_{e}.{name}" for e in range(layer.experts) for name in _names(experts)]
-        return LoraConfig(target_modules=names, **options)
-    return LoraConfig(
-        target_modules=[], target_parameters=[f"{path}.{name}" for name in _names(experts)], **options
-    )
+        return [f"{path}.expert_{e}.{name}.weight" for e in range(layer.experts) for name in _names(experts)]
+    return [f"{path}.{name}" for name in _names(experts)]
+
+
+def _write(tensors: dict[str, Tensor], folder: Path) -> None:
+    plain = {name: value.detach().contiguous() for name, value in tensors.items()}
+    save_file(plain, folder / _WEIGHTS, metadata={"format": "pt"})
 
 
 def _names(experts: OwnerExperts) -> tuple[str, str]:

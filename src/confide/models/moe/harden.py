@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from confide.errors import ModelError
+from confide.models.moe.families import refuse
 from confide.models.moe.layers import sparse_layers
 
 _RANDOM = ("dropout", "jitter")
-_MIXING = {"nllb-moe": "its experts' capacity is counted over the whole batch and kept between calls"}
 
 
 def harden(
@@ -40,9 +40,7 @@ def harden(
             half-precision routing in batches of varying shape, or left padding with a capacity.
     """
     for config in _configs(model):
-        kind = getattr(config, "model_type", "")
-        if kind in _MIXING:
-            raise ModelError(f"a {kind!r} model can't be trained privately: {_MIXING[kind]}")
+        refuse(getattr(config, "model_type", ""))
     layers = sparse_layers(model)
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if torch.float16 in dtypes and any(layer.kind == "listed" for layer in layers):
