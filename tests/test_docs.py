@@ -18,7 +18,7 @@ import yaml
 import confide
 from confide.cli.main import app
 from confide.cli.train import train as train_command
-from confide.experiment.plan import Plan, TaskPlan, read
+from confide.experiment.plan import Plan, TaskPlan, Upcycling, read
 from confide.finetune.expert_settings import ExpertSettings
 from confide.finetune.settings import Settings
 from confide.merging.assign import groups_of
@@ -232,6 +232,7 @@ def test_settings_table_has_every_key_and_default() -> None:
 def test_study_tables_have_every_key() -> None:
     page = DOCS / "study.md"
     assert table(page, "## Top level").keys() == {*Plan.model_fields, "fast"}
+    assert table(page, "## upcycle").keys() == Upcycling.model_fields.keys()
     assert table(page, "## tasks").keys() == TaskPlan.model_fields.keys()
     assert table(page, "## What comes out").keys() == set(Row.__dataclass_fields__)
 

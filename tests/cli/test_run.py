@@ -151,3 +151,68 @@ def test_a_corpus_that_shares_a_text_stops_a_study_before_it_begins(
     )
     assert "must be public" in confide("run", path, "--out", tmp_path / "out").message()
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_study_makes_its_mixture_and_says_what_it_did(
+    confide: Confide,
+    study: Callable[..., Path],
+    tiny_base: Path,
+    sentences: Callable[[int, int], list[tuple[str, str]]],
+    tmp_path: Path,
+) -> None:
+    """A tiny version of examples/moe.yaml: every release is whole, and the page has every part."""
+    corpus = tmp_path / "public.txt"
+    corpus.write_text("\n".join(text for text, _ in sentences(120, 9)), encoding="utf-8")
+    experts = {"layer": "entropy", "public": str(corpus), "rank": 2}
+
+    def method(epsilon: float, variant: str) -> dict[str, Any]:
+        return {"method": "raptor", "epsilon": epsilon, "experts": {**experts, "variant": variant}}
+
+    raptor = method(1, "raptor")
+    path = study(
+        upcycle={"corpus": str(corpus), "experts": 4, "blocks": [0, 2]},
+        methods={
+            "non-private": method(1, "non-private"),
+            "raptor-eps1": {**raptor, "experts": {**raptor["experts"], "diagnostics": True}},
+            "raptor-eps8": method(8, "raptor"),
+            "monolithic-eps1": method(1, "monolithic"),
+        },
+        settings={"steps": 2, "expected_batch": 12, "max_length": 20},
+        merges=[],
+    )
+    out = tmp_path / "out"
+    answer = confide("run", path, "--out", out)
+    assert answer.code == 0, answer.err
+    for text in (
+        "4 experts in blocks 0, 2",
+        "are the dense model's, bit for bit",
+        "Owners of 120 public texts",
+    ):
+        assert text in answer.out
+    assert "At ε = 1 raptor-eps1 has" in answer.out
+    facts = json.loads((out / "report" / "study.json").read_text())
+    (chosen,) = {
+        layer for run in facts["mixture"]["runs"] for layer in run["layers"] if run["variant"] == "raptor"
+    }
+    assert chosen == facts["mixture"]["routing"]["chosen"]
+    streams = {run["method"]: run["streams"] for run in facts["mixture"]["runs"]}
+    assert [stream["name"] for stream in streams["raptor-eps1"]] == ["shared", "experts"]
+    assert streams["raptor-eps1"][0]["share"] == pytest.approx(0.9, abs=1e-6)
+    assert streams["raptor-eps1"][1]["denominator"] == 12 / 4
+    assert streams["raptor-eps1"][0]["noise_multiplier"] > streams["raptor-eps8"][0]["noise_multiplier"] > 0
+    assert streams["non-private"][0]["share"] is None
+    releases = sorted(path.parent for path in (out / "models").rglob("model.safetensors"))
+    assert len(releases) == 8
+    for folder in releases:
+        assert confide("verify", folder).code == 0
+        statement = json.loads((folder / "statement.json").read_text())
+        assert statement["base"]["name"] == f"{tiny_base.name}-moe"
+    assert not [name for name in listing(out / "models") if "diagnostics" in name or "owners" in name]
+    private = out / "private" / "raptor-eps1" / "seed-0" / "films"
+    assert json.loads((private / "diagnostics.json").read_text())["records"] == 48
+    for text in ("M_role", "Private diagnostics: of the records"):
+        assert text in answer.out
+    page = (out / "report" / "report.html").read_text()
+    for text in ("share of μ²", "Routing on public text", "<strong>Private.</strong>", "M_role"):
+        assert text in page

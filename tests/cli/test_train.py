@@ -528,6 +528,8 @@ def test_raptor(
     assert "--public" in train(reviews, *bare, out="other").message()
     bad = train(reviews, *bare, "--expert-clipping-bound", -1, out="other").message()
     assert "--expert-clipping-bound: " in bad
+    idle = train(reviews, *bare, "--variant", "one-stream", "--expert-steps", 3, out="other").message()
+    assert "--expert-steps has no effect here: it needs a variant with a stream of experts" in idle
     assert (
         "--layer has no effect here: it needs --method raptor"
         in train(reviews, "--layer", "last", out="other").message()

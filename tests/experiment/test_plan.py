@@ -76,6 +76,22 @@ def test_the_examples_are_studies() -> None:
             read(path, fast=True)
 
 
+def test_the_demo_of_a_mixture() -> None:
+    """RAPTOR and the monolithic baseline at ε = 1 and 8, on a mixture that the study makes itself."""
+    path = Path(__file__).parents[2] / "examples" / "moe.yaml"
+    for fast in (False, True):
+        plan = read(path, fast=fast)
+        assert plan.upcycle is not None
+        assert (plan.upcycle.experts, plan.upcycle.blocks) == (8, (1, 3, 5))
+        settings = {name: plan.settings_of(name, 0) for name in plan.methods}
+        found = {(s.experts.variant, s.epsilon) for s in settings.values() if s.private}
+        assert {("raptor", 1), ("raptor", 8), ("monolithic", 1), ("monolithic", 8)} <= found
+        assert {(s.method, s.experts.layer, s.experts.public) for s in settings.values()} == {
+            ("raptor", "entropy", "brown")
+        }
+    assert plan.upcycle.texts < read(path).upcycle.texts  # type: ignore[union-attr]
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown key": ({"methds": {}}, "unknown key methds; did you mean 'methods'"),
     "unknown key of a task": ({"tasks": [{"name": "a", "recrods": 3}]}, "did you mean 'records'"),
@@ -122,6 +138,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "two merges of one operator": ({"merges": [{"operator": "ties"}] * 2}, "two merges have the name 'ties'"),
     "name of a merge": ({"merges": [{"operator": "ties", "name": "a b"}]}, "can't name a folder"),
     "unknown key of statistics": ({"statistics": {"corpus": "brown", "text": 3}}, "did you mean 'texts'"),
+    "unknown key of upcycle": ({"upcycle": {"corpus": "brown", "text": 3}}, "did you mean 'texts'"),
+    "upcycle without a corpus": ({"upcycle": {}}, "upcycle.corpus: Field required"),
+    "one expert": ({"upcycle": {"corpus": "brown", "experts": 1}}, "upcycle.experts: "),
     "no seeds": ({"seeds": []}, "seeds: "),
     "a seed twice": ({"seeds": [1, 1]}, "seeds"),
     "nothing to train": ({"methods": {}, "pretrained": ...}, "method"),

@@ -39,6 +39,7 @@ class Reference:
         self.distance = distance
         self.moments: dict[str, tuple[Tensor, Tensor]] = {}
         self.previous: dict[str, Vector] = {}
+        self.remembered: dict[tuple[str, int], Tensor] = {}
 
     def run(self, schedule: Schedule) -> None:
         draws = list(dict.fromkeys(stream.draw for stream in schedule.streams))
@@ -87,9 +88,12 @@ class Reference:
     def gradient_of(self, stream: Stream, row: int) -> Vector:
         tensors = [self.parameters[name] for name in stream.parameters]
         loss = self.loss(row)
-        weight = (
-            (1 - (-loss.detach()).exp()) ** stream.record_power if stream.record_weight != "none" else 1.0
-        )
+        weight = torch.ones(())
+        if stream.record_weight != "none":
+            weight = 1 - (-loss.detach()).exp()
+            before, keep = self.remembered.get((stream.name, row), weight), stream.record_memory
+            weight = self.remembered[stream.name, row] = keep * before + (1 - keep) * weight
+        weight = weight**stream.record_power
         found = dict(zip(stream.parameters, torch.autograd.grad(loss * weight, tensors), strict=True))
         for name in found if stream.ownership == "owner" else ():
             if ".experts." in name:

@@ -15,6 +15,10 @@ ALL = {"trainable": {"kind": "all"}}
 NON_PRIVATE = {"method": "non-private"}
 
 
+def sparse(variant: str, **experts: Any) -> dict[str, Any]:
+    return {"method": "raptor", "experts": {"variant": variant, **experts}}
+
+
 def ask(**given: Any) -> None:
     refuse_idle(Settings.of(given), keys_of(given))
 
@@ -42,6 +46,23 @@ def ask(**given: Any) -> None:
         ({"clipping": "per-role", "count_noise": 3.0}, "count_noise"),
         ({"clipping": "adaptive", "head_share": 0.3}, "head_share"),
         ({**HEAD, "clipping": "per-role", "head_share": 0.3}, "head_share"),
+        ({**sparse("raptor"), **HEAD, "learning_rate": 0.1}, "learning_rate"),
+        (sparse("shared-only", layer="last"), "experts.layer"),
+        (sparse("shared-only", train="weights"), "experts.train"),
+        (sparse("monolithic", layer="last"), "experts.layer"),
+        (sparse("monolithic", vote="majority"), "experts.vote"),
+        (sparse("raptor", layer="2", public="texts.txt"), "experts.public"),
+        (sparse("one-stream", layer="2", vote="majority"), "experts.vote"),
+        (sparse("raptor", train="weights", rank=4), "experts.rank"),
+        (sparse("one-clip", steps=3), "experts.steps"),
+        (sparse("one-stream", denominator="batch"), "experts.denominator"),
+        (sparse("non-private", clipping="flat"), "experts.clipping"),
+        (sparse("one-draw", record_weight="none", record_memory=0.5), "experts.record_memory"),
+        (sparse("one-stream", record_power=2.0), "experts.record_power"),
+        (sparse("experts-only", shared_share=0.5), "experts.shared_share"),
+        ({**sparse("experts-only"), "clipping": "normalised"}, "clipping"),
+        ({**sparse("experts-only"), "trainable": {"blocks": 2}}, "trainable.blocks"),
+        ({**sparse("raptor", clipping="flat"), "clipping_rate": 0.1}, "clipping_rate"),
     ],
 )
 def test_idle_settings(given: dict[str, Any], key: str) -> None:
@@ -61,7 +82,13 @@ def test_idle_settings(given: dict[str, Any], key: str) -> None:
         {"clipping": "adaptive", "clipping_quantile": 0.3, "clipping_rate": 0.1, "count_noise": 3.0},
         {**ALL, "clipping": "per-role", "head_share": 0.3, "bias_correction": 1e-8},
         {**NON_PRIVATE, "optimizer": "sgd", "decay": "cosine", "warmup": 3},
-        {"method": "raptor", **HEAD, "learning_rate": 0.1},
+        {**sparse("raptor", learning_rate=None), **HEAD, "learning_rate": 0.1},
+        sparse("raptor", layer="entropy", public="texts.txt", vote="majority", steps=3, shared_share=0.5),
+        {**sparse("raptor", clipping="adaptive", clipping_bound=0.1), "clipping_quantile": 0.3},
+        sparse("one-clip", record_power=2.0, record_memory=0.5, rank=4, learning_rate=0.1),
+        sparse("non-private", denominator="batch", steps=3),
+        sparse("one-stream", vote="majority", public="texts.txt"),
+        sparse("shared-only"),
     ],
 )
 def test_settings_that_act(given: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 from confide.errors import ConfigError
 from confide.finetune import memory, run
-from confide.finetune.memory import _Live, micro_batch_tokens
+from confide.finetune.memory import _Live, forget_peak, micro_batch_tokens, peak_bytes
 from confide.finetune.run import FineTuned, PublicBase, finetune, prepare
 from confide.finetune.settings import Settings
 from confide.models.backbones import load_classifier
@@ -51,7 +52,7 @@ def test_what_lives_at_once_is_counted() -> None:
 def test_more_memory_gives_larger_micro_batches(
     tiny_base: Path, make_task: MakeTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "_process", lambda: 100 * 2**20)
+    monkeypatch.setattr(memory, "peak_bytes", lambda: 100 * 2**20)
     adapted, schedule = plan(tiny_base, make_task())
     before = [parameter.clone() for parameter in adapted.classifier.model.parameters()]
 
@@ -70,7 +71,7 @@ def test_more_memory_gives_larger_micro_batches(
 def test_an_impossible_budget_says_what_would_do(
     tiny_base: Path, make_task: MakeTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "_process", lambda: 100 * 2**20)
+    monkeypatch.setattr(memory, "peak_bytes", lambda: 100 * 2**20)
     adapted, schedule = plan(tiny_base, make_task())
     values: dict[str, Any] = {"kept": 0, "max_length": 16, "rows_per_unit": 4}
     with pytest.raises(ConfigError, match=r"memory is 50 MiB.*at least \d+MiB") as refused:
@@ -116,3 +117,18 @@ def test_the_size_of_micro_batches_changes_rounding_only(
         values.append(np.concatenate([value.detach().numpy().ravel() for _, value in named]))
     assert np.linalg.norm(values[0] - values[1]) <= 1e-6 * np.linalg.norm(values[1])
     assert not np.array_equal(*values)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can forget a peak")
+def test_a_peak_is_counted_from_where_it_was_forgotten() -> None:
+    size = 64 * 2**20
+    before = peak_bytes()
+    held = np.ones(size // 8)
+    assert peak_bytes() >= min(before + size // 2, size)
+    del held
+    forget_peak()
+    held = np.ones(size // 8)
+    high = peak_bytes()
+    del held
+    forget_peak()
+    assert peak_bytes() < high - size // 2

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
@@ -25,6 +26,7 @@ from confide.finetune.prepare import micro_batches
 from confide.finetune.settings import Settings
 from confide.gradients import noise
 from confide.gradients.keys import Keys
+from confide.gradients.sampling import poisson_draw
 from confide.models.adapters import Adapted, adapt
 from confide.models.backbones import load_classifier
 from confide.privacy.accountant import epsilon
@@ -56,7 +58,14 @@ def settings_of(
             "max_length": 20,
             "clipping_bound": 0.6,
             "trainable": trainable or {"rank": 2},
-            "experts": {"layer": "2", "rank": 2, "clipping_bound": 0.05, "learning_rate": 0.02, **experts},
+            "experts": {
+                "layer": "2",
+                "rank": 2,
+                "clipping": "flat",
+                "clipping_bound": 0.05,
+                "learning_rate": 0.02,
+                **experts,
+            },
             **(more or {}),
         }
     )
@@ -142,6 +151,12 @@ CASES: dict[str, dict[str, Any]] = {
     "raptor": {},
     "raptor, experts' weights": {"train": "weights"},
     "raptor, normalised": {"clipping": "normalised", "record_power": 2.0},
+    "raptor, residual remembered": {
+        "record_memory": 0.6,
+        "record_power": 2.0,
+        "steps": 5,
+        "more": {"steps": 5},
+    },
     "raptor, no residual, D_e = B, fewer steps": {
         "record_weight": "none",
         "denominator": "batch",
@@ -197,23 +212,46 @@ def test_weights_are_those_of_autograd_record_by_record(make: Make, case: str) -
         assert torch.equal(found[name], before[name]), f"{name} is not trained, but changed"
 
 
-@pytest.mark.parametrize("variant", ["raptor", "one-stream"])
-def test_the_bound_of_what_all_records_share_follows_a_noisy_count(make: Make, variant: str) -> None:
-    more = {"clipping": "adaptive", "clipping_bound": 0.1, "count_noise": 0.4, "clipping_quantile": 0.7}
-    bound = make(settings_of(variant=variant, more=more))
-    lead = bound.schedule.streams[0]
-    assert (lead.clipping.rule, lead.denominator) == ("adaptive", 6.0)
+@pytest.mark.parametrize(
+    ("variant", "adaptive", "denominator"),
+    [
+        ("raptor", "shared", 6.0),
+        ("raptor", "experts", 1.5),
+        ("one-draw", "experts", 1.5),
+        ("experts-only", "experts", 1.5),
+        ("one-stream", "all", 6.0),
+        ("one-clip", "all", 6.0),
+    ],
+)
+def test_an_adaptive_bound_follows_a_noisy_count_over_the_expected_draw(
+    make: Make, variant: str, adaptive: str, denominator: float
+) -> None:
+    """The experts' sum is divided by B/E, but their count by B: it is of all records in the draw."""
+    more = {"count_noise": 0.4, "clipping_quantile": 0.7}
+    if adaptive == "experts":
+        chosen = settings_of(variant=variant, more=more, clipping="adaptive")
+    else:
+        more |= {"clipping": "adaptive", "clipping_bound": 0.05}
+        chosen = settings_of(variant=variant, more=more)
+    bound = make(chosen)
+    (lead,) = (stream for stream in bound.schedule.streams if stream.name == adaptive)
+    assert (lead.clipping.rule, lead.denominator, lead.expected_draw) == ("adaptive", denominator, 6.0)
     steps = train(bound.binding, bound.schedule.with_noise(0.5), KEYS).steps
-    expected = 0.1
+    expected = 0.05
     for step, record in enumerate(record for record in steps if record.stream == lead.name):
         assert record.bound == pytest.approx(expected, rel=1e-12)
         zero = {"n": torch.zeros(1, dtype=torch.double)}
         drawn = noise.add_noise(zero, 0.4, KEYS.noise.generator(lead.name, step, "count"))["n"]
         share = (record.unclipped - record.units / 2 + float(drawn)) / 6 + 0.5
         expected *= float(np.exp(-0.2 * (share - 0.7)))
-    assert {record.bound for record in steps if record.stream == "experts"} <= {0.05}
+    assert all(
+        len({r.bound for r in steps if r.stream == s.name}) == 1 for s in bound.schedule.streams if s != lead
+    )
     counts = [event for event in leaves(bound.schedule.event()) if isinstance(event, PoissonGaussian)]
     assert any(0.8 in event.noise_multipliers for event in counts)
+    (draw,) = (event for event in counts if 0.8 in event.noise_multipliers)
+    streams = len([stream for stream in bound.schedule.streams if stream.draw == lead.draw])
+    assert (len(draw.noise_multipliers), draw.steps) == (1 + streams, 3)
 
 
 def test_streams_have_their_own_draws_bounds_and_public_denominators(make: Make) -> None:
@@ -384,12 +422,13 @@ def test_a_record_more_or_another_owner_changes_values_alone(
         assert other == first
 
 
-def test_a_stopped_run_goes_on_bitwise(make: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize("memory", [0.0, 0.6])
+def test_a_stopped_run_goes_on_bitwise(make: Make, tmp_path: Path, memory: float) -> None:
     class StoppedError(Exception):
         pass
 
     def go(folder: Path, last: int) -> dict[str, Tensor]:
-        bound = make(settings_of(), dtype=torch.float32)
+        bound = make(settings_of(record_memory=memory, more={"steps": 6}), dtype=torch.float32)
         with closing(Unfinished.open(folder, every=0)) as unfinished:
             if unfinished.read() is None:
                 unfinished.begin(Begun("r", KEYS, {}))
@@ -405,7 +444,18 @@ def test_a_stopped_run_goes_on_bitwise(make: Make, tmp_path: Path) -> None:
         return bound.values()
 
     whole = go(tmp_path / "whole", -1)
-    half = go(tmp_path / "parts", 1)
+    half = go(tmp_path / "parts", 3)
+    (state,) = (tmp_path / "parts").glob("checkpoint-*")
+    kept = load_file(state / "state.safetensors")
+    assert ("memory/experts" in kept) == bool(memory)
+    assert (state / "state.safetensors").stat().st_mode & 0o077 == 0
+    if memory:
+        drawn = {
+            int(row)
+            for step in range(3)
+            for row in poisson_draw(KEYS.sampling, "experts", step, ROWS, 6 / ROWS)
+        }
+        assert set(np.flatnonzero(~kept["memory/experts"].isnan())) == drawn != set(range(ROWS))
     assert any(not torch.equal(half[name], value) for name, value in whole.items())
     for name, value in go(tmp_path / "parts", -1).items():
         assert torch.equal(value, whole[name]), name
@@ -433,12 +483,10 @@ def test_refusals(make: Make, sparse_base: Path, tiny_base: Path, make_task: Cal
         Settings.of({"method": "raptor", "experts": {"shared_shar": 0.8}})
     with pytest.raises(ConfigError, match="release_statistics knows none of experts"):
         Settings.of({"method": "raptor", "release_statistics": "grams"})
-    with pytest.raises(ConfigError, match="Input should be 'flat' or 'normalised'"):
-        Settings.of({"method": "raptor", "experts": {"clipping": "adaptive"}})
+    with pytest.raises(ConfigError, match="Input should be 'flat', 'normalised' or 'adaptive'"):
+        Settings.of({"method": "raptor", "experts": {"clipping": "per-role"}})
     with pytest.raises(ConfigError, match="clips the experts with them"):
         make(settings_of(variant="one-stream", more={"clipping": "per-role"}))
-    with pytest.raises(PrivacyError, match="need not be the expected draw"):
-        make(settings_of(variant="one-clip", more={"clipping": "adaptive"}))
 
 
 def test_a_stream_of_owners_says_how_many_experts(make: Make) -> None:
@@ -447,7 +495,13 @@ def test_a_stream_of_owners_says_how_many_experts(make: Make) -> None:
         ({"experts": 0}, "needs the number of experts"),
         ({"denominator": 0.75}, "raise the batch"),
         ({"record_power": 0.0}, "record_power"),
-        ({"clipping": Clipping("adaptive", 1.0, count_noise=1.0)}, "need not be the expected draw"),
+        ({"record_memory": 1.0}, "record_memory must lie in"),
+        ({"record_memory": 0.5, "record_weight": "none"}, "for residual weights"),
+        (
+            {"clipping": Clipping("adaptive", 1.0, count_noise=1.0), "expected_draw": None},
+            "state expected_draw",
+        ),
+        ({"expected_draw": 0.0}, "expected draw must be a positive number"),
         ({"clipping": Clipping("none", 1.0), "noise_multiplier": 1.0}, "protects nobody"),
     ):
         with pytest.raises(PrivacyError, match=message):

@@ -15,12 +15,14 @@ import torch
 
 from confide.errors import ConfigError, DataError, ResumeError
 from confide.finetune import experts, run
+from confide.finetune import prepare as prepare_module
 from confide.finetune.checkpoint import Unfinished
 from confide.finetune.loop import State
 from confide.finetune.run import FineTuned, PublicBase, finetune, prepare
 from confide.finetune.settings import Settings
 from confide.models.backbones import load_classifier, load_trained
 from confide.models.moe.layers import sparse_layers
+from confide.models.moe.owners import owner_maps
 from confide.privacy.accountant import epsilon
 from confide.privacy.composition import check
 from confide.release.format import Problem
@@ -148,6 +150,45 @@ def test_owners_are_computed_once_and_a_stopped_run_goes_on(
         tune(base, task, settings, simulate=4, unfinished=unfinished)
 
 
+@pytest.mark.parametrize("vote", ["plurality", "majority"])
+def test_owners_are_those_of_the_whole_model_whatever_is_cached(
+    base: PublicBase, make_task: Callable[..., TaskData], corpus: Path, vote: Any
+) -> None:
+    task = make_task()
+    settings = settings_of(corpus, {"trainable": {"rank": 2, "blocks": 1}}, layer="last", vote=vote)
+    prepared = prepare(task, base, settings.max_length)
+    classifier = load_classifier(base.folder, task.labels, seed=0)
+    adapted = run.adapted_for(task, classifier, settings)
+    assert adapted.first_block == 2
+    found = experts.owners_of(prepared, adapted, settings.experts)
+    model: Any = classifier.model
+    encoded = prepared.encoded("train")
+    rows = [np.array([row]) for row in range(len(encoded))]
+    batches = [(row, encoded.batch(row)) for row in rows]
+    whole = owner_maps(adapted.experts, lambda batch: model(**batch), batches, len(encoded), vote)
+    assert found.tolist() == whole[adapted.experts[0].name].tolist()
+    assert len(set(found.tolist())) > 1
+
+
+@pytest.mark.parametrize("variant", ["raptor", "one-stream"])
+def test_what_is_cached_of_frozen_blocks_changes_rounding_only(
+    base: PublicBase,
+    make_task: Callable[..., TaskData],
+    corpus: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variant: str,
+) -> None:
+    more = {"trainable": {"rank": 2, "blocks": 1}, "memory": "64GiB"}
+    settings = settings_of(corpus, more, layer="last", public=None, variant=variant)
+    cached = tune(base, make_task(), settings, simulate=4)
+    monkeypatch.setattr(prepare_module, "caches", lambda *args: False)
+    whole = tune(base, make_task(), settings, simulate=4)
+    for name in whole.schedule.parameters:
+        found, expected = (t.adapted.classifier.model.get_parameter(name) for t in (cached, whole))
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+    assert cached.score() == whole.score()
+
+
 def test_without_noise_nothing_is_claimed(
     base: PublicBase, make_task: Callable[..., TaskData], corpus: Path
 ) -> None:
@@ -182,7 +223,7 @@ def test_every_rule_and_query_beside_two_streams(
     assert (shared.clipping.rule, shared.clipping.count_noise, own.clipping.rule) == (
         "adaptive",
         0.75,
-        "flat",
+        "normalised",
     )
     assert (shared.bias_correction, own.bias_correction, shared.warmup, own.warmup) == (1e-4, 1e-4, 1, 1)
     assert [query.noise_multipliers for query in tuned.schedule.queries] == [(4.0,)]

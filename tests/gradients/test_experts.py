@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.nn import functional
 from confide.errors import ModelError
 from confide.gradients.expert_engine import ExpertEngine
 from confide.gradients.experts import Call, Form, Lora, OwnerExperts
-from confide.gradients.residual import residual_weights
+from confide.gradients.residual import remembered, residual_weights
 from confide.privacy.streams import Clipping
 
 EXPERTS, WIDTH, INNER, CLASSES, TOP = 5, 6, 7, 3, 2
@@ -279,6 +280,18 @@ def test_residual_weight_is_what_the_model_still_gets_wrong() -> None:
     assert weights.tolist() == pytest.approx([0.5, 4.248354255291589e-18, 1.0])
     assert residual_weights(logits, torch.tensor([0, 0, 0]), power=2.0)[0] == pytest.approx(0.25)
     assert residual_weights(logits, torch.tensor([0, 0, 0]), power=0.0).tolist() == [1, 1, 1]
+
+
+def test_a_row_s_mean_is_of_its_own_draws() -> None:
+    memory = torch.full((4,), math.nan)
+    first = remembered(memory, torch.tensor([2, 0]), torch.tensor([0.8, 0.5]), keep=0.75)
+    assert first.tolist() == pytest.approx([0.8, 0.5])  # begins with its first weight
+    second = remembered(memory, torch.tensor([2, 3]), torch.tensor([0.4, 0.1]), keep=0.75)
+    assert second.tolist() == pytest.approx([0.75 * 0.8 + 0.25 * 0.4, 0.1])
+    assert memory.tolist() == pytest.approx([0.5, math.nan, 0.7, 0.1], nan_ok=True)
+    spoilt = remembered(memory, torch.tensor([0, 3]), torch.tensor([math.nan, 0.3]), keep=0.75)
+    assert spoilt.tolist() == pytest.approx([math.nan, 0.15], nan_ok=True)
+    assert memory[2] == pytest.approx(0.7)
 
 
 def test_micro_batches_add_up(lora: Lora | None) -> None:

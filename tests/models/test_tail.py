@@ -11,6 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from confide.models.backbones import Classifier, load_classifier, resolve
+from confide.models.moe.attach import attach
+from confide.models.moe.harden import harden
+from confide.models.moe.layers import sparse_layers
 from confide.models.tail import Features, Tail, features, supports
 from confide.release.format import Problem
 from confide.tasks.text import Encoded, encode
@@ -165,6 +168,28 @@ def test_tokens_and_pairs(tiny_base: Path, encoded: Encoded, first_block: int) -
                 plain_types = own.model(**encoded.batch(rows)).logits
             assert float((plain_types - expected).abs().max()) > 1e-3
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("experts", ["plain", "attached"])
+@pytest.mark.parametrize("first_block", [1, 2, BLOCKS])
+def test_experts_are_blocks_like_others(
+    sparse_base: Path, encoded: Encoded, first_block: int, experts: str
+) -> None:
+    """Where their gradients are taken they see every token of a record, or the mask would mean others."""
+    classifier = load_classifier(sparse_base, LABELS, seed=1)
+    expected = plain(classifier, encoded)
+    cached = features(classifier, encoded, first_block, in_parts(encoded))
+    seen: list[int] = []
+    if experts == "attached":
+        harden(classifier.model, max_length=30)
+        attach(sparse_layers(classifier.model)[1])
+    held = classifier.model.get_submodule("bert.encoder.layer.2.mlp.experts")
+    held.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+    with torch.inference_mode():
+        found = Tail(classifier, first_block)(**cached.batch(np.arange(7)))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    wanted = 7 * 30 if experts == "attached" else 7  # rows, and their longest
+    assert seen == ([wanted] if first_block < BLOCKS else [])
 
 
 def test_only_what_is_known_exactly(tiny_base: Path, make_base) -> None:  # type: ignore[no-untyped-def]

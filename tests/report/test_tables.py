@@ -10,7 +10,8 @@ import pytest
 
 from confide.errors import ConfigError
 from confide.report.study import MethodFacts, Row, Study
-from confide.report.tables import method_table, method_text, print_study
+from confide.report.tables import method_table, method_text
+from confide.report.terminal import print_study
 
 FACTS = [
     MethodFacts(

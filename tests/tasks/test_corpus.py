@@ -47,3 +47,8 @@ def test_a_shared_text_is_refused_without_showing_it() -> None:
         check_public(["new", "A fine  DAY!", "a fine day"], ["a fine day."], "r.csv")
     assert "the first at text 2" in str(error.value)
     assert "fine" not in str(error.value)
+
+
+def test_brown_is_a_corpus_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("confide.tasks.corpus.other_sentences", lambda: ("a sentence",))
+    assert read_corpus("brown") == read_corpus(Path("brown")) == ("a sentence",)

@@ -1,4 +1,4 @@
-"""`confide moe`: what mixtures of experts need before they are trained; all of it on public text."""
+"""`confide moe`: what mixtures of experts need before they are trained, on public text; and `diagnose`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from confide.cli.diagnose import diagnose
 from confide.cli.output import print_json, print_table
 from confide.cli.progress import progress_bars
 
-app = typer.Typer(help="Prepare mixtures of experts, on public text.", no_args_is_help=True)
+app = typer.Typer(help="Prepare mixtures of experts, on public text, and diagnose.", no_args_is_help=True)
+app.command("diagnose")(diagnose)
 
-Corpus = Annotated[Path, typer.Option(help="Public texts, one a line. Nothing read here is charged.")]
+Corpus = Annotated[
+    Path, typer.Option(help="Public texts, one a line, or `brown`. Nothing read here is charged.")
+]
 Private = Annotated[
     Path | None, typer.Option(help="Private records that the corpus must share no text with.")
 ]
@@ -43,10 +47,12 @@ def routing(
 ) -> None:
     """Show how evenly each layer's experts own public texts, and which layer to train."""
     from confide.errors import ConfigError
+    from confide.finetune.prepare import counter
     from confide.finetune.public_routing import public_routing
     from confide.models.backbones import load_encoder, resolve
     from confide.models.moe.layers import sparse_layers
     from confide.models.moe.selection import select
+    from confide.report.mixtures import routing_text, routing_words
     from confide.report.routing import check_format, draw_routing
 
     if vote not in ("plurality", "majority"):
@@ -59,7 +65,7 @@ def routing(
     if layer != "entropy":
         select(layers, layer)  # before the work, if it can't be
     with progress_bars(show=not json) as progress:
-        advance = _counter(progress, "texts", len(chosen))
+        advance = counter(progress, "texts", len(chosen))
         kind: Literal["plurality", "majority"] = "majority" if vote == "majority" else "plurality"
         selection = public_routing(encoder, tokenizer, chosen, max_length, kind, advance)
     block = select(layers, layer, selection).number
@@ -68,29 +74,11 @@ def routing(
     if json:
         print_json(_document(selection, block))
         return
-    rows = [
-        [
-            f"{found.block}{' *' if found.block == block else ''}",
-            f"{len(found.counts)}",
-            f"{found.evenness:.3f}",
-            f"{found.deficit:.3f}",
-            f"{found.chi_square:.0f}",
-            f"{found.variation:.2f}",
-            f"{100 * max(found.counts) / selection.texts:.0f} %",
-        ]
-        for found in selection.layers
-    ]
-    header = ("block", "experts", "H/log E", "deficit (nats)", "χ²", "variation", "largest share")
-    print_table(f"Owners of {selection.texts} public texts", header, rows)
+    table = routing_text(selection, block)
+    print_table(f"Owners of {selection.texts} public texts", table.header, table.rows)
     print(f"* the layer to train ({layer})")
-    least = selection.stable_from
-    print(
-        "The choice by entropy is not certain with this corpus."
-        if least is None
-        else f"The choice by entropy is certain (95 % of redrawn corpora) from {least} texts."
-    )
-    for warning in selection.warnings:
-        print(f"Warning: {warning}.")
+    for sentence in routing_words(selection):
+        print(sentence)
 
 
 @app.command("upcycle")
@@ -108,48 +96,42 @@ def upcycle(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Make a mixture of experts out of a dense encoder; its outputs stay the same until it is trained."""
-    import time
-
     from confide.errors import ReleaseError
-    from confide.finetune.public_routing import batches
+    from confide.finetune.prepare import counter
     from confide.finetune.run import PublicBase
-    from confide.models.backbones import load_encoder
-    from confide.models.moe.upcycle import save
-    from confide.models.moe.upcycle import upcycle as make
-    from confide.tasks.text import encode
+    from confide.finetune.upcycled import upcycle_base
 
-    start = time.monotonic()
     numbers = _numbers(blocks)
     if out.exists():
         raise ReleaseError(f"{out} exists already; choose another folder or remove it first")
     chosen = _public(corpus, data, text, texts, seed)
-    dense, tokenizer = load_encoder(PublicBase.of(base).folder)
-    encoded = encode(tokenizer, chosen, max_length)
     with progress_bars(show=not json) as progress:
-        sparse = make(
-            dense,
-            (batch for _, batch in batches(encoded)),
-            blocks=numbers,
+        made = upcycle_base(
+            PublicBase.of(base),
+            chosen,
+            out,
             experts=experts,
+            blocks=numbers,
+            max_length=max_length,
             seed=seed,
-            progress=_counter(progress, "texts", len(encoded)),
+            progress=counter(progress, "texts", len(chosen)),
         )
-    save(sparse, tokenizer, out)
-    result = {
-        "out": str(out),
-        "experts": experts,
-        "blocks": sorted(set(numbers)),
-        "texts": len(encoded),
-        "parameters": sum(parameter.numel() for parameter in sparse.parameters()),
-        "seconds": round(time.monotonic() - start, 1),
-    }
     if json:
-        print_json(result)
-    else:
-        print(
-            f"{out}: {result['parameters']:,} parameters, {experts} experts in blocks "
-            f"{', '.join(map(str, numbers))}, routed by {len(encoded)} public texts"
+        print_json(
+            {
+                "out": str(out),
+                "experts": made.experts,
+                "blocks": list(made.blocks),
+                "texts": made.texts,
+                "parameters": made.parameters,
+                "compared": made.compared,
+                "difference": made.difference,
+                "seconds": round(made.seconds, 1),
+            }
         )
+    else:
+        what, same = made.in_words()
+        print(f"{out}: {what}\n{same}")
 
 
 @app.command("budget")
@@ -179,6 +161,7 @@ def budget(
     import numpy as np
 
     from confide.errors import ConfigError
+    from confide.finetune.prepare import counter
     from confide.finetune.sensitivity import stream_sensitivities
     from confide.finetune.settings import Settings
     from confide.models.backbones import load_classifier, resolve
@@ -205,7 +188,7 @@ def budget(
     task = dataclasses.replace(records, train=few)
     classifier = load_classifier(resolve(model), task.labels, seed)
     with progress_bars(show=not json) as progress:
-        advance = _counter(progress, "losses", 4 * draws + 2)
+        advance = counter(progress, "losses", 4 * draws + 2)
         found = stream_sensitivities(classifier, settings, task, noise=noise, draws=draws, progress=advance)
     shared = found.shared.value * clipping_bound**2
     own = found.own.value * found.experts**2 * expert_clipping_bound**2
@@ -246,17 +229,6 @@ def _numbers(blocks: str) -> list[int]:
     if not all(part.isdecimal() for part in parts):
         raise ConfigError(f"--blocks {blocks} is no list of block numbers such as 1,3,5")
     return [int(part) for part in parts]
-
-
-def _counter(progress: Any, what: str, total: int) -> Any:
-    done = 0
-
-    def advance(rows: int) -> None:
-        nonlocal done
-        done += rows
-        progress(what, done, total)
-
-    return advance
 
 
 def _document(selection: Any, block: int) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def run(
     from confide.experiment.plan import read
     from confide.experiment.run import run as run_study
     from confide.report.html import write_report
-    from confide.report.tables import print_study
+    from confide.report.terminal import print_study
 
     study_plan = read(plan, fast=fast)
     own = any(task.data is not None for task in study_plan.tasks)

@@ -143,16 +143,19 @@ def train(
     expert_steps: Annotated[
         int | None, typer.Option(help="Steps of the stream of experts; as many as --steps if left out.")
     ] = None,
-    expert_learning_rate: Annotated[
-        float | None, typer.Option(help="Of the experts; the encoder's if left out.")
-    ] = None,
+    expert_learning_rate: Annotated[float, typer.Option(help="Of the experts, at the first step.")] = 0.01,
     expert_clipping: Annotated[
-        Literal["flat", "normalised"], typer.Option(help="Clipping rule of the stream of experts.")
-    ] = "flat",
+        Literal["flat", "normalised", "adaptive"],
+        typer.Option(help="Clipping rule of the stream of experts."),
+    ] = "normalised",
     expert_clipping_bound: Annotated[float, typer.Option(help="C of the stream of experts.")] = 1.0,
     record_weight: Annotated[
         Literal["residual", "none"], typer.Option(help="How the stream of experts weighs records.")
     ] = "residual",
+    diagnostics: Annotated[
+        bool,
+        typer.Option("--diagnostics", help="Measure what the experts made of the records; private."),
+    ] = False,
     anchor_form: Annotated[
         Literal["coupled", "decoupled"], typer.Option(help="Through the optimizer, or beside it.")
     ] = "coupled",

@@ -24,6 +24,7 @@ _EXPERTS = {
     "expert_clipping": "clipping",
     "expert_clipping_bound": "clipping_bound",
     "record_weight": "record_weight",
+    "diagnostics": "diagnostics",
 }
 """Option → key of the settings of experts."""
 
@@ -64,7 +65,9 @@ def read_options(
         raise ConfigError(f"{_spelled(idle[0])} has no effect here: it needs --method raptor")
     settings = Settings.of({key: value for key, value in given.items() if value is not None}, _spelled)
     nested = {"blocks"} if sparse else {"blocks", "rank"}  # of raptor, the experts' LoRA has the rank too
-    refuse_idle(settings, changed | {f"trainable.{name}" for name in changed & nested}, _spelled)
+    chosen = {f"trainable.{name}" for name in changed & nested}
+    chosen |= {f"experts.{key}" for option, key in _EXPERTS.items() if option in changed}
+    refuse_idle(settings, changed | chosen, _spelled)
     for name, needed, acts in (
         ("rows_per_unit", "--unit", options["unit"] is not None),
         ("test_size", "no --test-data", options["test_data"] is None),

@@ -15,7 +15,6 @@ from confide.merging.merge import MergeReport, merge
 from confide.merging.operators import find
 from confide.models.releases import load_release
 from confide.release.format import STATISTICS
-from confide.tasks.brown import other_sentences
 from confide.tasks.corpus import check_public, read_corpus, sample, texts_of
 from confide.tasks.records import TaskData
 
@@ -39,8 +38,7 @@ def public_texts(plan: PublicText, tasks: Sequence[TaskData]) -> tuple[str, ...]
     Raises:
         DataError: no such corpus, or one of its texts is a record of a task.
     """
-    known = plan.corpus == "brown"
-    texts = sample(other_sentences() if known else read_corpus(plan.corpus), plan.texts, seed=0)
+    texts = sample(read_corpus(plan.corpus), plan.texts, seed=0)
     for task in tasks:
         if task.problem.inputs != "image":
             check_public(texts, texts_of(task), task.name)

@@ -84,11 +84,30 @@ class PublicText(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class Upcycling(BaseModel):
+    """Experts for a dense base: a mixture that computes what the base does until it is trained.
+
+    Attributes:
+        corpus: public text for the routers: a file with one text a line, or `brown`, as in `PublicText`.
+        texts: at most this many, picked at random with seed 0.
+        experts: of each layer.
+        blocks: that get experts, from 0.
+    """
+
+    corpus: str
+    texts: int = Field(default=2000, gt=0)
+    experts: int = Field(default=8, ge=2)
+    blocks: tuple[int, ...] = Field(default=(1, 3, 5), min_length=1)
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
 class Plan(BaseModel):
     """A whole study.
 
     Attributes:
         base: folder, `package:NAME` or hub id of the public model.
+        upcycle: makes the base into a mixture of experts first; None leaves it as it is.
         disjoint: the owner declares that no unit is in two tasks; the run checks that no text is.
         settings: shared by all methods; every key of `Settings` but `method` and `seed`.
         pretrained: settings of the floor: the untouched encoder with a private head. None leaves it out.
@@ -101,6 +120,7 @@ class Plan(BaseModel):
 
     title: str
     base: str
+    upcycle: Upcycling | None = None
     disjoint: Literal["declared"] | None = None
     tasks: tuple[TaskPlan, ...] = Field(min_length=1)
     settings: dict[str, Any] = {}
@@ -159,6 +179,7 @@ _NESTED: dict[int | str, type[BaseModel]] = {
     "tasks": TaskPlan,
     "merges": MergePlan,
     "statistics": PublicText,
+    "upcycle": Upcycling,
 }
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import platform
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from confide import files
-from confide.errors import ConfigError
+from confide.errors import ConfideError, ConfigError
 from confide.experiment.merges import (
     merge_models,
     merged_folder,
@@ -22,20 +24,24 @@ from confide.experiment.merges import (
     public_texts,
     score_merge,
 )
+from confide.experiment.mixtures import Routings, run_facts, upcycled
 from confide.experiment.plan import MergePlan, Plan, TaskPlan
-from confide.finetune.experts import routing_texts
+from confide.finetune.memory import forget_peak, peak_bytes
 from confide.finetune.methods import schedule
 from confide.finetune.prepare import Prepared, Progress
 from confide.finetune.run import FineTuned, PublicBase, adapted_for, finetune, prepare, public_units
 from confide.finetune.settings import Settings
+from confide.finetune.upcycled import Upcycled
 from confide.geometry.drift import folder_drift
 from confide.models.backbones import load_classifier
 from confide.privacy.composition import compose, per_dataset
 from confide.privacy.statement import Claim, Statement
 from confide.privacy.words import round_up
+from confide.release.tensors import Checkpoint
 from confide.report.findings import findings
+from confide.report.mixtures import mixture_findings
 from confide.report.scores import INDIVIDUAL, PRETRAINED
-from confide.report.study import MethodFacts, Row, Study, TaskFacts
+from confide.report.study import MethodFacts, MixtureFacts, MixtureRun, Row, Study, TaskFacts
 from confide.tasks import registry
 from confide.tasks.files import read_task
 from confide.tasks.overlap import check_disjoint
@@ -60,6 +66,7 @@ class _Seen:
     facts: dict[tuple[str, int], MethodFacts] = field(default_factory=dict)
     statements: dict[tuple[str, int], list[Statement]] = field(default_factory=dict)
     first_blocks: dict[str, int] = field(default_factory=dict)
+    mixtures: list[MixtureRun] = field(default_factory=list)
 
 
 def run(
@@ -69,7 +76,7 @@ def run(
     ledger: Ledger | None = None,
     key: Ed25519PrivateKey | None = None,
 ) -> Study:
-    """Run a study; releases land in `out`/models and `out`/merged.
+    """Run a study; releases land in `out`/models and `out`/merged, a mixture made of the base in `out`/base.
 
     Args:
         plan: from `experiment.plan.read`.
@@ -83,7 +90,7 @@ def run(
         ConfigError: `out` holds a study already.
         DataError: two tasks share a record although the plan declares them disjoint.
     """
-    for folder in (out / "models", out / "merged", out / "statistics", out / "report"):
+    for folder in (out / "base", out / "models", out / "merged", out / "statistics", out / "report"):
         if folder.exists():
             raise ConfigError(
                 f"{out} holds a study already ({folder.name}/); choose another --out or remove it"
@@ -93,25 +100,37 @@ def run(
     if plan.disjoint:
         check_disjoint(tasks)
     texts = public_texts(plan.statistics, tasks) if plan.statistics else ()
-    base = PublicBase.of(plan.base)
-    _check_before_training(plan, tasks, base)
+    made = upcycled(plan, tasks, out, progress)
+    base = PublicBase.of(str(made.folder) if made else plan.base)
+    routings = Routings(base, tasks, progress)
+    runs = [(method, seed) for seed in plan.seeds for method in _methods(plan)]
+    try:
+        decided = {run: routings.decide(plan.settings_of(*run)) for run in runs}
+        _check_before_training({method: decided[method, plan.seeds[0]] for method, _ in runs}, tasks, base)
+    except ConfideError:
+        if made:
+            shutil.rmtree(out / "base")
+        raise
     files.write_text(out / "private" / "README.txt", _PRIVATE)  # a folder that can't be written costs nothing
     prepared: dict[str, Prepared] = {}
     seen = _Seen()
-    runs = [(method, seed) for seed in plan.seeds for method in _methods(plan)]
     for number, task in enumerate(tasks):
         for count, (method, seed) in enumerate(runs):
             progress("models trained", number * len(runs) + count, len(tasks) * len(runs))
-            settings = plan.settings_of(method, seed)
+            settings = decided[method, seed]
             if task.name not in prepared:
                 prepared[task.name] = prepare(task, base, settings.max_length)
+                prepared[task.name].routings = routings.found
+            forget_peak()
             before = time.monotonic()
             book = ledger if plan.tasks[number].data is not None else None
             trained = finetune(prepared[task.name], base, settings, ledger=book, progress=progress)
-            seconds = time.monotonic() - before
+            seconds, memory = time.monotonic() - before, peak_bytes()
             trained.release(model_folder(out, method, seed, task.name), key=key)
+            if trained.diagnostics is not None:
+                trained.keep_private(out / "private" / method / f"seed-{seed}" / task.name)
             drifted = folder_drift(base.folder, model_folder(out, method, seed, task.name))
-            _note(seen, trained, method, drifted, seconds)
+            _note(seen, trained, method, drifted, seconds, memory)
         prepared[task.name].forget("train")
     progress("models trained", len(tasks) * len(runs), len(tasks) * len(runs))
     rows = [
@@ -123,6 +142,7 @@ def run(
         progress("merges scored", count, len(merges))
         rows.append(_merge_and_score(plan, out, base, prepared, texts, seen, method, seed, operator, key))
     progress("merges scored", len(merges), len(merges))
+    mixture = _mixture(made, base, routings, seen)
     return Study(
         title=plan.title,
         base=plan.base,
@@ -130,13 +150,14 @@ def run(
         rows=tuple(rows),
         methods=tuple(seen.facts.values()),
         claims=_claims(plan, seen),
-        findings=findings(tuple(rows)),
+        findings=(*(mixture_findings(rows, mixture) if mixture else ()), *findings(rows)),
         settings={m: _public(plan.settings_of(m, plan.seeds[0])) for m in _methods(plan)},
         versions={
             **{name: version(name) for name in ("confide", "torch", "transformers", "dp-accounting")},
             "Python": platform.python_version(),
         },
         minutes=(time.monotonic() - started) / 60,
+        mixture=mixture,
     )
 
 
@@ -163,15 +184,14 @@ def load_task(plan: TaskPlan) -> TaskData:
     return task
 
 
-def _check_before_training(plan: Plan, tasks: list[TaskData], base: PublicBase) -> None:
+def _check_before_training(
+    decided: Mapping[str, Settings], tasks: Sequence[TaskData], base: PublicBase
+) -> None:
     """What would stop a later run of the study stops it before the first one spends anything."""
-    for method in _methods(plan):
-        settings = plan.settings_of(method, plan.seeds[0])
+    for settings in decided.values():
         # Which blocks and layers there are is the base's matter: the same for every task.
         adapted = adapted_for(tasks[0], load_classifier(base.folder, tasks[0].labels, 0), settings)
         for task in tasks:
-            if settings.method == "raptor":
-                routing_texts(settings.experts, task)
             schedule(settings, adapted, public_units(task, settings), task.train.units.name)
 
 
@@ -180,7 +200,7 @@ def _methods(plan: Plan) -> list[str]:
     return [*plan.methods, *([PRETRAINED] if plan.pretrained is not None else [])]
 
 
-def _note(seen: _Seen, trained: FineTuned, method: str, drifted: float, seconds: float) -> None:
+def _note(seen: _Seen, trained: FineTuned, method: str, drifted: float, seconds: float, memory: int) -> None:
     key, task = (method, trained.settings.seed), trained.prepared.task.name
     seen.scores.setdefault(key, {})[task] = trained.score()
     seen.statements.setdefault(key, []).append(trained.statement)
@@ -191,6 +211,27 @@ def _note(seen: _Seen, trained: FineTuned, method: str, drifted: float, seconds:
     named = dict(trained.adapted.classifier.model.named_parameters())
     facts.trained[task] = sum(named[name].numel() for name in trained.schedule.parameters)
     facts.seconds[task] = seconds
+    facts.memory[task] = memory
+    if trained.settings.method == "raptor":
+        seen.mixtures.append(run_facts(trained, method))
+
+
+def _mixture(made: Upcycled | None, base: PublicBase, routings: Routings, seen: _Seen) -> MixtureFacts | None:
+    if not seen.mixtures:
+        return None
+    (corpus, _, _), routing = next(iter(routings.found.items()), ((None, 0, ""), None))
+    return MixtureFacts(
+        upcycled=made.in_words() if made else (),
+        parameters=made.parameters if made else _parameters(base.folder),
+        routing=routing,
+        corpus=corpus,
+        runs=tuple(seen.mixtures),
+    )
+
+
+def _parameters(folder: Path) -> int:
+    weights = Checkpoint.open(folder)
+    return sum(math.prod(weights.shape(name)) for name in weights.names)
 
 
 def _merge_and_score(
@@ -247,11 +288,14 @@ def _claims(plan: Plan, seen: _Seen) -> tuple[str, ...]:
         f"Every model of {methods} is (ε, δ)-differentially private for adding or removing any one unit of "
         f"its task's training data, with ε at most {epsilon} and δ at most {delta}. The statement in each "
         "release says what a unit is, and holds the events from which anybody can recompute this.",
-        "A merge costs each unit what its own task's model cost: the tasks are declared to share no record, "
-        "and this run found no text of one in another."
-        if plan.disjoint
-        else "The tasks are not declared disjoint, so a merge costs the sum of its models' losses.",
     ]
+    if plan.merges:
+        lines.append(
+            "A merge costs each unit what its own task's model cost: the tasks are declared to share no "
+            "record, and this run found no text of one in another."
+            if plan.disjoint
+            else "The tasks are not declared disjoint, so a merge costs the sum of its models' losses."
+        )
     together = compose(
         [statement for key in claims for statement in seen.statements[key]],
         disjoint=plan.disjoint is not None,

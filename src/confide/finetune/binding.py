@@ -36,6 +36,7 @@ class Binding:
         rows: of every micro-batch: what is missing is filled up with rows that add nothing. 0 for as many as
             there are.
         experts: those among the parameters, with the records' owners; None for a dense model.
+        diagnose: keep norms and times of every step.
     """
 
     module: nn.Module
@@ -49,6 +50,7 @@ class Binding:
     loss: Callable[[Tensor, Tensor], Tensor] = losses.classification
     rows: int = 0
     experts: BoundExperts | None = None
+    diagnose: bool = False
 
 
 class Anchor:

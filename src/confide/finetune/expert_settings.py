@@ -53,13 +53,18 @@ class ExpertSettings(BaseModel):
         alpha: its scale is alpha / rank.
         steps: of the stream of experts; None takes those of the shared stream.
         learning_rate: at the first step; None takes that of the encoder.
-        clipping: rule for the stream of experts.
-        clipping_bound: its C.
+        clipping: rule for the stream of experts; `adaptive` by the quantile, rate and count noise of all
+            streams.
+        clipping_bound: its C; of the first step for `adaptive`.
         denominator: what divides each expert's noisy sum: `even`, B/E, or `batch`, B.
         record_weight: `residual` multiplies a record's loss by (1 − p)^`record_power`; or `none`.
         record_power: γ.
+        record_memory: β of the exponential mean of 1 − p over the steps that drew the record; 0 takes this
+            step's alone.
         shared_share: ρ, the shared stream's share of the budget, read as `split` says.
         split: see `privacy.splits.split`.
+        diagnostics: measure on the records, after training, what the experts made of them
+            (`finetune.diagnostics`); for `private/` alone. The release is the same bits either way.
     """
 
     variant: Variant = "raptor"
@@ -70,13 +75,15 @@ class ExpertSettings(BaseModel):
     rank: int = Field(default=8, gt=0)
     alpha: float = Field(default=16.0, gt=0)
     steps: int | None = Field(default=None, gt=0)
-    learning_rate: float | None = Field(default=None, gt=0)
-    clipping: Literal["flat", "normalised"] = "flat"
+    learning_rate: float | None = Field(default=0.01, gt=0)
+    clipping: Literal["flat", "normalised", "adaptive"] = "normalised"
     clipping_bound: float = Field(default=1.0, gt=0)
     denominator: Literal["even", "batch"] = "even"
     record_weight: Literal["residual", "none"] = "residual"
     record_power: float = Field(default=1.0, gt=0)
+    record_memory: float = Field(default=0.0, ge=0, lt=1)
     shared_share: float = Field(default=0.9, gt=0, lt=1)
     split: Rule = "shared_share"
+    diagnostics: bool = False
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)

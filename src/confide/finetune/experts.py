@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from confide.errors import ConfigError, ModelError, ResumeError
 from confide.finetune.expert_settings import ExpertSettings
-from confide.finetune.prepare import Prepared
+from confide.finetune.prepare import Prepared, RoutingKey, forward_of
 from confide.finetune.public_routing import batches, public_routing
 from confide.finetune.settings import Settings
 from confide.gradients.engine import Engine
@@ -31,7 +30,6 @@ from confide.models.moe.selection import select
 from confide.privacy.streams import Clipping, Schedule, Stream
 from confide.tasks.corpus import check_public, read_corpus, sample, texts_of
 from confide.tasks.records import TaskData
-from confide.tasks.text import Encoded
 
 if TYPE_CHECKING:
     from confide.finetune.checkpoint import Unfinished
@@ -91,6 +89,11 @@ def _layer(
     return select(layers, own.layer, found)
 
 
+def chooses_by_entropy(own: ExpertSettings) -> bool:
+    """Whether the layer is the one whose owners are most even on public text."""
+    return own.layer == "entropy" and own.variant not in ("monolithic", "shared-only")
+
+
 def routing_texts(own: ExpertSettings, task: TaskData) -> tuple[str, ...]:
     """The public texts by which the layer is chosen; none where it isn't chosen by entropy.
 
@@ -98,29 +101,36 @@ def routing_texts(own: ExpertSettings, task: TaskData) -> tuple[str, ...]:
         ConfigError: no public corpus is named.
         DataError: the corpus can't be read, or shares a text with the task's records.
     """
-    if own.layer != "entropy" or own.variant in ("monolithic", "shared-only"):
+    if not chooses_by_entropy(own):
         return ()
     if own.public is None:
         raise ConfigError(
             "layer entropy is measured on public text: name a corpus (experts.public, --public), or choose "
             "the layer: first, last, or the number of a block"
         )
-    corpus = read_corpus(Path(own.public))
+    corpus = read_corpus(own.public)
     check_public(corpus, texts_of(task), f"task {task.name}")
     return sample(corpus, PUBLIC_TEXTS, seed=0)
 
 
-def owners_of(
-    classifier: Classifier, layer: SparseLayer, encoded: Encoded, own: ExpertSettings
-) -> npt.NDArray[np.int64]:
-    """(rows,) owners of all records at the current weights, in float32. Private.
+def routing_key(settings: Settings) -> RoutingKey:
+    """What the routing of a base on public text depends on."""
+    own = settings.experts
+    return own.public, settings.max_length, own.vote
+
+
+def owners_of(prepared: Prepared, adapted: Adapted, own: ExpertSettings) -> npt.NDArray[np.int64]:
+    """(rows,) owners of all training records at the current weights, in float32. Private.
 
     To be computed once, before the first step, and kept.
     """
-    model: Any = classifier.model
-    if any(parameter.dtype != torch.float32 for parameter in model.parameters()):
+    (layer,) = adapted.experts
+    classifier = adapted.classifier
+    if any(parameter.dtype != torch.float32 for parameter in classifier.model.parameters()):
         raise ModelError("owners are computed in float32; load the model so")
-    found = owner_maps([layer], lambda batch: model(**batch), batches(encoded), len(encoded), own.vote)
+    inputs = prepared.inputs(classifier, adapted.first_block, "train")
+    _, forward = forward_of(classifier, adapted.first_block, inputs)
+    found = owner_maps([layer], forward, batches(inputs), len(inputs), own.vote)
     return found[layer.name]
 
 
@@ -144,7 +154,11 @@ def owners_for(
     (layer,) = adapted.experts
     held = unfinished.owners(layer.name) if unfinished else None
     if held is None:
-        held = owners_of(adapted.classifier, layer, prepared.encoded("train"), settings.experts)
+        # At the base's own weights, which all runs begin with: adapters are zero until they are trained.
+        key = (layer.name, settings.experts.vote)
+        if key not in prepared.owners:
+            prepared.owners[key] = owners_of(prepared, adapted, settings.experts)
+        held = prepared.owners[key]
         if unfinished:
             unfinished.note_owners(layer.name, held)
     if len(held) != len(prepared.task.train):

@@ -10,9 +10,10 @@ from confide.finetune.settings import Settings
 
 
 def keys_of(settings: Mapping[str, Any]) -> set[str]:
-    """The keys that keywords for `Settings` choose, those of `trainable` as `trainable.rank`."""
-    nested = settings.get("trainable")
-    return {*settings} | {f"trainable.{key}" for key in nested or () if isinstance(nested, Mapping)}
+    """The keys that keywords for `Settings` choose: of `trainable` as `trainable.rank`; so of `experts`."""
+    sections = {name: settings.get(name) for name in ("trainable", "experts")}
+    nested = {f"{name}.{key}" for name, own in sections.items() if isinstance(own, Mapping) for key in own}
+    return {*settings} | nested
 
 
 def refuse_idle(settings: Settings, given: Collection[str], spell: Callable[[str], str] = str) -> None:
@@ -21,13 +22,13 @@ def refuse_idle(settings: Settings, given: Collection[str], spell: Callable[[str
     A study compares methods under shared settings, of which not all act in each, so it doesn't ask this.
 
     Args:
-        given: keys that were chosen, those of `trainable` as `trainable.rank`.
+        given: keys that were chosen, those of `trainable` as `trainable.rank`, and of `experts`.
         spell: how a message writes a key.
 
     Raises:
         ConfigError: names the setting and what it needs.
     """
-    for keys, acts, needed in _conditions(settings):
+    for keys, acts, needed in (*_conditions(settings), *_experts(settings)):
         for key in keys:
             if key in given and not acts and _value(settings, key):
                 raise ConfigError(f"{spell(key)} has no effect here: it needs {needed}")
@@ -62,7 +63,12 @@ def _conditions(settings: Settings) -> list[tuple[tuple[str, ...], bool, str]]:
     return [
         (tuple(f"trainable.{key}" for key in lora), kind == "lora", "trainable `lora`"),
         (("trainable.blocks",), kind in ("lora", "blocks"), "trainable `lora` or `blocks`"),
-        (("anchor", "learning_rate"), pulled, "something to train beside the head"),
+        (("anchor",), pulled, "something to train beside the head"),
+        (
+            ("learning_rate",),
+            encoder or (settings.method == "raptor" and settings.experts.learning_rate is None),
+            "something to train beside the head",
+        ),
         (("anchor_form",), anchored, "an anchor"),
         (("ascent_radius",), ascent != "none", "an ascent"),
         (
@@ -77,7 +83,7 @@ def _conditions(settings: Settings) -> list[tuple[tuple[str, ...], bool, str]]:
         ),
         (
             ("clipping_quantile", "clipping_rate", "count_noise"),
-            settings.clipping == "adaptive",
+            "adaptive" in (settings.clipping, settings.method == "raptor" and settings.experts.clipping),
             "clipping `adaptive`",
         ),
         (
@@ -85,6 +91,52 @@ def _conditions(settings: Settings) -> list[tuple[tuple[str, ...], bool, str]]:
             settings.clipping == "per-role" and encoder,
             "clipping `per-role`, and something to train beside the head",
         ),
+    ]
+
+
+def _experts(settings: Settings) -> list[tuple[tuple[str, ...], bool, str]]:
+    """`_conditions` of what `raptor` reads."""
+    own = settings.experts
+    if settings.method != "raptor":
+        return []
+    variant, lora = own.variant, own.train == "lora"
+    apart = variant in ("raptor", "one-draw", "experts-only", "non-private")
+    owned = apart or variant == "one-clip"
+    chooses = variant not in ("shared-only", "monolithic")
+    two = variant in ("raptor", "one-draw")
+    dense = tuple(f"trainable.{key}" for key in ("blocks", "rank", "alpha", "train_a", "targets"))
+    return [
+        (
+            ("head_learning_rate", "clipping", "clipping_bound", "head_share", *dense),
+            variant != "experts-only",
+            "a variant that trains more than experts",
+        ),
+        (("experts.layer",), chooses, "a variant that trains one layer's experts"),
+        (("experts.public",), chooses and own.layer == "entropy", "a layer to choose by entropy"),
+        (
+            ("experts.vote",),
+            owned or (chooses and own.layer == "entropy"),
+            "owners, or a layer to choose by entropy",
+        ),
+        (
+            ("experts.train", "experts.learning_rate"),
+            variant != "shared-only",
+            "a variant that trains experts",
+        ),
+        (("experts.rank", "experts.alpha"), variant != "shared-only" and lora, "experts with train `lora`"),
+        (("experts.steps", "experts.denominator"), apart, "a variant with a stream of experts"),
+        (
+            ("experts.clipping", "experts.clipping_bound"),
+            apart and settings.private,
+            "a private variant with a stream of experts",
+        ),
+        (("experts.record_weight",), owned, "a variant in which records have owners"),
+        (
+            ("experts.record_power", "experts.record_memory"),
+            owned and own.record_weight == "residual",
+            "record_weight `residual`, and records with owners",
+        ),
+        (("experts.shared_share", "experts.split"), two, "a private variant with two streams"),
     ]
 
 

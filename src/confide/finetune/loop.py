@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,12 +19,14 @@ from confide.finetune.binding import Binding
 from confide.finetune.experts import UNCLIPPED, announce, engine_of
 from confide.finetune.movement import Movement
 from confide.finetune.optimizers import optimizer_of, rate_at
+from confide.finetune.role_signal import role_norms
 from confide.gradients.clipping import next_bound
 from confide.gradients.engine import Engine
 from confide.gradients.expert_engine import ExpertEngine
+from confide.gradients.joint_engine import JointEngine
 from confide.gradients.keys import Keys
 from confide.gradients.noise import add_noise
-from confide.gradients.residual import residual_weights
+from confide.gradients.residual import remembered, residual_weights
 from confide.gradients.sampling import poisson_draw
 from confide.privacy.streams import Schedule, Stream
 
@@ -40,6 +43,8 @@ class StepRecord:
         clipped: share of them whose gradient was longer than the bound.
         bound: C of this step; `adaptive` moves it.
         unclipped: number of units whose gradient was no longer.
+        norms: role → norms of its parts of the clipped sum, before noise; empty unless asked for.
+        seconds: that the query took; 0 unless asked for.
     """
 
     stream: str
@@ -49,6 +54,8 @@ class StepRecord:
     clipped: float
     bound: float
     unclipped: int = 0
+    norms: dict[str, list[float]] = field(default_factory=dict)
+    seconds: float = 0.0
 
 
 @dataclass
@@ -68,8 +75,8 @@ class State:
     Attributes:
         step: steps done.
         tensors: trained weights (`weights/NAME`), the optimizer's (`optimizer/KEY/NAME`), the last noisy
-            gradient of `lagged` ascents (`gradient/NAME`), and the bound of `adaptive` clipping
-            (`bound/STREAM`).
+            gradient of `lagged` ascents (`gradient/NAME`), the bound of `adaptive` clipping
+            (`bound/STREAM`), and what is remembered of records (`memory/STREAM`). Private.
         history: so far. Private.
     """
 
@@ -169,12 +176,15 @@ class _StreamRunner:
         self.noise_variance = 0.0  # of each value of `gradient`
         self.gradient: dict[str, Tensor] = {}
         self.optimizer = optimizer_of(stream, self.parameters)
+        self.memory = (  # each row's mean weight
+            torch.full((len(binding.labels),), math.nan) if stream.record_memory else None
+        )
         self.movement: Movement | None = self._movement()
         self.stepped = False  # at a rate at which every weight must move
 
     def query(self, step: int) -> StepRecord:
         """Fill `gradient` with this step's noisy mean gradient."""
-        stream = self.stream
+        stream, started = self.stream, time.perf_counter()
         record = StepRecord(stream.name, step, 0, 0.0, 0.0, self.clipping.bound)
         drawn = self._draw(stream.draw, step)
         direction = self._ascent_direction(step, drawn)
@@ -186,6 +196,8 @@ class _StreamRunner:
         self.noise_variance = (stream.noise_multiplier * self.clipping.bound / stream.denominator) ** 2
         if self.clipping.rule == "adaptive":
             self._adapt(step, record)
+        if self.binding.diagnose:
+            record.seconds = time.perf_counter() - started
         return record
 
     def _adapt(self, step: int, record: StepRecord) -> None:
@@ -198,7 +210,7 @@ class _StreamRunner:
         generator = self.keys.noise.generator(self.stream.name, step, "count")
         count = torch.tensor([record.unclipped - record.units / 2], dtype=torch.float64)
         noisy = float(add_noise({"count": count}, self.clipping.count_noise, generator)["count"])
-        share = noisy / self.stream.denominator + 0.5
+        share = noisy / (self.stream.expected_draw or self.stream.denominator) + 0.5
         bound = next_bound(self.stream.clipping, self.clipping.bound, share)
         self.clipping = replace(self.clipping, bound=bound)
 
@@ -240,6 +252,8 @@ class _StreamRunner:
                 yield f"gradient/{name}", self.gradient[name]
         if self.clipping.rule == "adaptive":
             yield f"bound/{self.stream.name}", torch.tensor(self.clipping.bound, dtype=torch.float64)
+        if self.memory is not None:
+            yield f"memory/{self.stream.name}", self.memory
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
         """Continue from what `tensors` gave."""
@@ -253,6 +267,8 @@ class _StreamRunner:
                 self.parameters[name].data.copy_(value)
             elif kind == "bound" and name == self.stream.name:
                 self.clipping = replace(self.clipping, bound=float(value))
+            elif kind == "memory" and name == self.stream.name:
+                self.memory = value.clone()
         # In this order the norm of a direction is summed.
         kept = {name: f"gradient/{name}" for name in self.parameters}
         self.gradient = {name: tensors[key].clone() for name, key in kept.items() if key in tensors}
@@ -299,6 +315,8 @@ class _StreamRunner:
         )
         if record is not None:
             record.units = len(drawn)
+            if self.binding.diagnose:
+                record.norms = role_norms(self.stream, sums)
         if sigma:
             self.report()
             generator = self.keys.noise.generator(self.stream.name, step, query)
@@ -351,13 +369,35 @@ class _StreamRunner:
         return sums
 
     def _losses(self, rows: Units) -> Tensor:
-        batch = self.binding.batch(rows)
-        announce(self.engine, self.binding.experts, self.stream, rows, batch)
-        outputs, labels = self.binding.forward(batch), self.binding.labels[torch.from_numpy(rows)]
-        losses = self.binding.loss(outputs, labels)
-        if self.stream.record_weight == "residual":
-            losses = losses * residual_weights(outputs, labels, self.stream.record_power).to(losses.dtype)
+        return row_losses(self.binding, self.stream, self.engine, rows, self.memory)
+
+
+def row_losses(
+    binding: Binding,
+    stream: Stream,
+    engine: Engine | ExpertEngine | JointEngine | None,
+    rows: Units,
+    memory: Tensor | None = None,
+) -> Tensor:
+    """(rows,) losses as the stream weighs them, with what its engine needs of the forward pass. Private.
+
+    Args:
+        memory: (all rows,) mean weights, which remember these rows' (`gradients.residual.remembered`); None
+            takes the weights as they are.
+    """
+    batch = binding.batch(rows)
+    announce(engine, binding.experts, stream, rows, batch)
+    outputs, labels = binding.forward(batch), binding.labels[torch.from_numpy(rows)]
+    losses = binding.loss(outputs, labels)
+    if stream.record_weight == "none":
         return losses
+    if memory is None:
+        weights = residual_weights(outputs, labels, stream.record_power)
+    else:
+        now = residual_weights(outputs, labels)
+        kept = remembered(memory, torch.from_numpy(rows), now, stream.record_memory)
+        weights = kept**stream.record_power
+    return losses * weights.to(losses.dtype)
 
 
 @contextmanager

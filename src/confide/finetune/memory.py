@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
 import resource
 import sys
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -90,7 +94,7 @@ def micro_batch_tokens(
     width = kept_tokens(adapted.classifier, adapted.first_block, row) if kept else int(row.lengths[0])
     few, many = (_peak(adapted, schedule, bool(kept), rows, max_length) for rows in (_FEW, _MANY))
     per_token = max(1.0, _MARGIN * (many - few) / ((_MANY - _FEW) * width))
-    fixed = _process() + kept + _held(adapted, schedule) + max(0.0, few - per_token * _FEW * width)
+    fixed = peak_bytes() + kept + _held(adapted, schedule) + max(0.0, few - per_token * _FEW * width)
     least = rows_per_unit * width
     tokens = int((budget - fixed) / per_token)
     if tokens < least:
@@ -102,8 +106,16 @@ def micro_batch_tokens(
     return tokens
 
 
-def _process() -> int:
-    """The most memory that the process has had."""
+def forget_peak() -> None:
+    """Give back what was freed, and let `peak_bytes` count from here on; on Linux, which alone can."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)  # glibc keeps freed memory otherwise
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def peak_bytes() -> int:
+    """The most memory that the process has had, since it began or since `forget_peak`."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak * (1 if sys.platform == "darwin" else 1024)
 

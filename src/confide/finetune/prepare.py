@@ -15,6 +15,7 @@ from torch.nn import functional
 from confide.gradients import losses
 from confide.models.backbones import Classifier
 from confide.models.language import writes
+from confide.models.moe.selection import Selection
 from confide.models.tail import Features, Source, Tail, features, pools, supports
 from confide.release.format import Metric, Problem
 from confide.tasks.evaluate import evaluate, logits
@@ -28,6 +29,9 @@ Progress = Callable[[str, int, int], None]
 """Called with (what is being done, how much is done, how much there is)."""
 
 Split = Literal["train", "test"]
+RoutingKey = tuple[str | None, int, str]
+"""Public corpus, longest text in tokens, and how tokens vote."""
+
 _CACHE_BYTES = 4 * 2**30
 _FORWARD_TOKENS = 4096
 
@@ -36,11 +40,26 @@ def silent(what: str, done: int, total: int) -> None:
     """A `Progress` that shows nothing."""
 
 
+def counter(progress: Progress, what: str, total: int) -> Callable[[int], None]:
+    """A function to call with how much is done since its last call."""
+    done = 0
+
+    def advance(more: int) -> None:
+        nonlocal done
+        done += more
+        progress(what, done, total)
+
+    return advance
+
+
 class Prepared:
     """Inputs of one task under one base; everything here is private and lives in memory only.
 
     Attributes:
         max_length: longest record in tokens.
+        routings: of the base on public text, as far as they are known (`experts.routing_key`).
+        owners: (rows,) of the training records, by the name of the layer and the vote, as far as runs under
+            this base found them.
     """
 
     def __init__(self, task: TaskData, classifier: Classifier, max_length: int) -> None:
@@ -52,6 +71,8 @@ class Prepared:
         images = task.problem.inputs == "image"
         self.max_length = int(self._encoded["train"].lengths[0]) if images else max_length
         self._features: dict[tuple[Split, int], Features] = {}
+        self.routings: dict[RoutingKey, Selection] = {}
+        self.owners: dict[tuple[str, str], npt.NDArray[np.int64]] = {}
 
     def tokens(self) -> Iterator[bytes]:
         """What the base's tokenizer made of every text, to be hashed; images are the same for any base."""
@@ -85,13 +106,7 @@ class Prepared:
             lower = max((b for s, b in self._features if s == split and b < first_block), default=0)
             below: Source = self._features[split, lower] if lower else encoded
             batches = buckets(below.lengths, np.arange(len(below)), _FORWARD_TOKENS)
-            done = 0
-
-            def advance(rows: int) -> None:
-                nonlocal done
-                done += rows
-                progress(f"frozen blocks, {self.task.name}", done, len(below))
-
+            advance = counter(progress, f"frozen blocks, {self.task.name}", len(below))
             self._features[key] = features(classifier, below, first_block, batches, lower, advance)
         return self._features[key]
 

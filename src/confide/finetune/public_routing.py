@@ -13,17 +13,18 @@ from confide.models.moe.harden import harden
 from confide.models.moe.layers import sparse_layers
 from confide.models.moe.owners import Vote, owner_maps
 from confide.models.moe.selection import Selection, measure
-from confide.tasks.text import Encoded, buckets, encode
+from confide.models.tail import Source
+from confide.tasks.text import buckets, encode
 
 _FORWARD_TOKENS = 4096
 
 
 def batches(
-    encoded: Encoded, tokens: int = _FORWARD_TOKENS
+    source: Source, tokens: int = _FORWARD_TOKENS
 ) -> Iterator[tuple[npt.NDArray[np.int64], dict[str, Tensor]]]:
     """(rows, model inputs) of similar length that together are every text once."""
-    for rows in buckets(encoded.lengths, np.arange(len(encoded)), tokens):
-        yield rows, encoded.batch(rows)
+    for rows in buckets(source.lengths, np.arange(len(source)), tokens):
+        yield rows, source.batch(rows)
 
 
 def public_routing(

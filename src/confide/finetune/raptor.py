@@ -6,12 +6,12 @@ import dataclasses
 
 from confide.errors import ConfigError
 from confide.finetune.ascent import ascent_and_anchor
-from confide.finetune.clipping import clipping_of
+from confide.finetune.clipping import clipping_of, expert_clipping_of
 from confide.finetune.settings import Settings
 from confide.models.adapters import Adapted
 from confide.privacy.calibration import calibrate
 from confide.privacy.splits import split
-from confide.privacy.streams import Budget, Clipping, ParameterGroup, Schedule, Stream
+from confide.privacy.streams import Budget, ParameterGroup, Schedule, Stream
 
 SHARED, EXPERTS, ALL = "shared", "experts", "all"
 JOINT = ("one-stream", "one-clip", "monolithic")
@@ -50,6 +50,7 @@ def schedule(settings: Settings, adapted: Adapted, units: int, batch: int, unit:
         clipping=clipping_of(settings, groups, batch),
         noise_multiplier=float(private),
         denominator=float(batch),
+        expected_draw=float(batch),
         optimizer=settings.optimizer,
         bias_correction=settings.bias_correction if private else 0.0,
         decay=settings.decay,
@@ -76,10 +77,11 @@ def schedule(settings: Settings, adapted: Adapted, units: int, batch: int, unit:
         groups=(group,),
         steps=own.steps or settings.steps,
         draw=EXPERTS,
-        clipping=Clipping(own.clipping if private else "none", own.clipping_bound),
+        clipping=expert_clipping_of(settings, batch),
         denominator=denominator,
         record_weight=own.record_weight,
         record_power=own.record_power,
+        record_memory=own.record_memory,
         ownership="owner",
         experts=count,
     )
@@ -99,6 +101,7 @@ def schedule(settings: Settings, adapted: Adapted, units: int, batch: int, unit:
                 ownership="owner" if owned else "all",
                 record_weight=own.record_weight if owned else "none",
                 record_power=own.record_power if owned else 1.0,
+                record_memory=own.record_memory if owned else 0.0,
             )
             streams = (together,)
         case _:

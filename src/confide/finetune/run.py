@@ -21,6 +21,7 @@ from confide.finetune.agreement import agreed
 from confide.finetune.binding import Anchor, Binding
 from confide.finetune.charge import charged
 from confide.finetune.checkpoint import Begun, Unfinished
+from confide.finetune.diagnostics import FILE_NAME, Diagnostics, check_diagnosable, diagnose, document
 from confide.finetune.experts import attach_experts, bind_experts, owners_for
 from confide.finetune.fingerprint import fingerprint
 from confide.finetune.loop import History, train
@@ -128,6 +129,7 @@ class FineTuned:
         statistics: noisy, of the training records; released with the weights. None where none were asked.
         agreement: what the run kept to; released with the weights.
         owner: (rows,) which expert owns each training record; None where none is asked for. Private.
+        diagnostics: what the experts made of the records; None unless the settings ask. Private.
     """
 
     prepared: Prepared
@@ -140,6 +142,7 @@ class FineTuned:
     statistics: Released | None = None
     agreement: Agreement | None = None
     owner: npt.NDArray[np.int64] | None = None
+    diagnostics: Diagnostics | None = None
 
     def score(self) -> float:
         """Score on the test records. Not noised: for reports, never for a release."""
@@ -170,7 +173,7 @@ class FineTuned:
         return statement
 
     def keep_private(self, folder: Path) -> None:
-        """Write losses and clipped shares of every step, and owners, for whoever ran it and nobody else."""
+        """Write losses and clipped shares of every step, owners and diagnostics, for nobody else's eyes."""
         lines = [json.dumps(_finite(dataclasses.asdict(step))) for step in self.history.steps]
         files.write_text(folder / "steps.jsonl", "\n".join(lines) + "\n", private=True)
         if self.owner is not None:
@@ -178,6 +181,8 @@ class FineTuned:
             files.write_json(
                 folder / "owners.json", {"layer": layer.name, "owner": self.owner.tolist()}, private=True
             )
+        if self.diagnostics is not None:
+            files.write_json(folder / FILE_NAME, document(self.diagnostics), private=True)
         folder.chmod(0o700)
 
     def info(self) -> ReleaseInfo:
@@ -271,6 +276,8 @@ def plan(
         )
     if settings.release_statistics is not None and task.problem != TEXT_CLASSES:
         raise ConfigError("release_statistics is for texts with one label each")
+    if settings.experts.diagnostics:
+        check_diagnosable(task.train.units)
     adapted = adapted_for(task, classifier, settings)
     units = task.train.units
     count = public_units(task, settings)
@@ -378,11 +385,13 @@ def finetune(
             anchor_gradient=Anchor(adapted, schedule.anchored).gradient,
             loss=loss_of(classifier.problem),
             experts=bind_experts(adapted.experts, owner),
+            diagnose=settings.experts.diagnostics,
         )
         if settings.precision == "bfloat16":
             binding = in_bfloat16(
                 binding, classifier, inputs, schedule, tokens=tokens, max_length=prepared.max_length
             )
+        start = {name: value.detach().clone() for name, value in trained.items()} if binding.diagnose else {}
         history = train(
             binding,
             schedule,
@@ -395,6 +404,10 @@ def finetune(
         published = noisy_accuracy(prepared, adapted, schedule, keys.noise)
         statistics = _statistics(prepared, base, settings, adapted, schedule, keys, progress)
     entry = charge.settle(history.steps_run)
+    found_out = None
+    if binding.diagnose:
+        show = partial(progress, f"diagnostics, {task.name}")
+        found_out = diagnose(prepared, adapted, settings, schedule, binding, start, history, show)
     if task.problem.label_range:
         answer_in(classifier, task.problem.label_range)
     statement = training_statement(
@@ -423,6 +436,7 @@ def finetune(
         statistics,
         keeps,
         owner,
+        found_out,
     )
 
 

@@ -23,3 +23,25 @@ def residual_weights(logits: Tensor, labels: Tensor, power: float = 1.0) -> Tens
     others = logits.detach().to(wide).softmax(-1)
     # The sum over the other classes keeps small weights exact, where 1 − p would cancel.
     return others.scatter(1, labels[:, None], 0.0).sum(-1) ** power
+
+
+def remembered(memory: Tensor, rows: Tensor, weights: Tensor, keep: float) -> Tensor:
+    """Exponential means of rows' weights over the steps that drew them: m ← keep·m + (1 − keep)·w.
+
+    A row that is drawn for the first time begins with its weight; rows that aren't drawn stay as they are. So
+    a row's mean depends on that row, on the draws that it was in, and on the models at those steps, never on
+    another row.
+
+    Args:
+        memory: (all rows,) the means, NaN before the first draw; changed in place. Private.
+        rows: numbers of the rows that are drawn now, each once.
+        weights: (rows,) as `residual_weights` gives them.
+        keep: β in [0, 1).
+
+    Returns:
+        (rows,) the new means, in the memory's dtype.
+    """
+    before = memory[rows]
+    now = weights.to(memory.dtype)
+    memory[rows] = torch.where(before.isnan(), now, keep * before + (1 - keep) * now)
+    return memory[rows]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from confide.gradients.experts import OwnerExperts
 from confide.models.backbones import Classifier
 
 Batch = dict[str, Tensor]
@@ -72,7 +73,7 @@ class Features:
 class Tail(nn.Module):
     """Blocks from `first_block` up, pooler and head; the modules are the classifier's own, not copies.
 
-    Equal to the classifier's forward up to rounding. Only for BERT (`supports`).
+    Equal to the classifier's forward up to rounding. Only for BERT, with experts or without (`supports`).
     """
 
     def __init__(self, classifier: Classifier, first_block: int) -> None:
@@ -88,6 +89,7 @@ class Tail(nn.Module):
         mask = attention_mask[:, None, None, :]
         for index, block in enumerate(self.blocks):
             last = self.pooler is not None and index == len(self.blocks) - 1
+            last = last and not _attached(block)  # what takes their gradients wants to see every token
             hidden = _first_token(block, hidden, mask) if last else _block(block, hidden, mask)
         return self.head(hidden if self.pooler is None else self.pooler(hidden))  # type: ignore[no-any-return]
 
@@ -96,7 +98,7 @@ def supports(classifier: Classifier) -> bool:
     """Whether `Tail` knows this architecture exactly."""
     config: Any = classifier.model.config
     classifies = classifier.problem.target != "text"
-    return bool(classifies and config.model_type == "bert" and config.hidden_act == "gelu")
+    return bool(classifies and config.model_type in ("bert", "moe_bert") and config.hidden_act == "gelu")
 
 
 def pools(classifier: Classifier) -> bool:
@@ -185,4 +187,8 @@ def _first_token(block: Any, hidden: Tensor, mask: Tensor) -> Tensor:
 
 def _above_attention(block: Any, context: Tensor, hidden: Tensor) -> Tensor:
     attended = block.attention.output(context, hidden)
-    return block.output(block.intermediate(attended), attended)  # type: ignore[no-any-return]
+    return block.feed_forward_chunk(attended)  # type: ignore[no-any-return]
+
+
+def _attached(block: nn.Module) -> bool:
+    return any(isinstance(module, OwnerExperts) for module in block.modules())

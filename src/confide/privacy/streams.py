@@ -133,6 +133,9 @@ class Stream:
         clipping: the bound on one unit's contribution to the sum.
         noise_multiplier: σ; the noise on the sum has standard deviation σ·C. 0 trains without privacy.
         denominator: public number that divides the noisy sum (the expected batch), never a realised count.
+        expected_draw: B, the public mean size of a draw, which divides the noisy count of `adaptive`
+            clipping. None takes `denominator`; of experts with owners it must be stated, as theirs may be
+            B/E.
         ascent: where the gradient is taken. `none`: at the weights. `paired`: a noisy gradient on the
             same minibatch first moves the weights by `ascent_radius` along its direction (DP-Merging,
             equations 5 and 6). `fresh`: the same on an own draw. `lagged`: along the previous step's noisy
@@ -157,6 +160,9 @@ class Stream:
             at the weights where the gradient is taken (RAPTOR, arXiv 2609.05770). A constant of that record
             alone, so that it changes nothing about the bound; private.
         record_power: γ of `residual`.
+        record_memory: β of `residual`: 1 − p is replaced by its exponential mean over the steps that drew the
+            record, before the power. 0 remembers nothing. What a record adds still depends on that record,
+            its own draws and the models so far alone, and is clipped, so the price is the same.
         ownership: which experts' parameters a record reaches: `all`, or `owner`, one expert's. The vector of
             all experts together is what is clipped, so that the owner never shows in the price.
         experts: E of the layer whose experts are among the parameters; 0 for none. Public.
@@ -183,8 +189,10 @@ class Stream:
     sampling: str = "poisson"
     record_weight: Literal["none", "residual"] = "none"
     record_power: float = 1.0
+    record_memory: float = 0.0
     ownership: Literal["all", "owner"] = "all"
     experts: int = 0
+    expected_draw: float | None = None
 
     def __post_init__(self) -> None:
         where = f"stream {self.name!r}"
@@ -216,6 +224,10 @@ class Stream:
             raise PrivacyError(f"{where}: weight decay pulls to 0, an anchor to the base; choose one")
         if not (math.isfinite(self.record_power) and self.record_power > 0):
             raise PrivacyError(f"{where}: record_power must be a positive number, not {self.record_power}")
+        if not 0 <= self.record_memory < 1:
+            raise PrivacyError(f"{where}: record_memory must lie in [0, 1), not {self.record_memory}")
+        if self.record_memory and (self.record_weight == "none" or self.ascent != "none"):
+            raise PrivacyError(f"{where}: record_memory is for residual weights, and for no ascent")
         if self.experts < 0 or (self.ownership == "owner" and not self.experts):
             raise PrivacyError(f"{where}: ownership `owner` needs the number of experts, not {self.experts}")
         if self.ownership == "owner" and self.denominator < 1:
@@ -223,10 +235,17 @@ class Stream:
                 f"{where}: {self.experts} experts share a draw so small that less than one unit is expected "
                 f"for each (the denominator is {self.denominator:g}); raise the batch"
             )
-        if self.ownership == "owner" and self.clipping.rule == "adaptive":
+        if self.expected_draw is not None and not (
+            math.isfinite(self.expected_draw) and self.expected_draw > 0
+        ):
             raise PrivacyError(
-                f"{where}: adaptive clipping takes its share of unclipped units from the denominator, which "
-                "for experts with owners need not be the expected draw; clip by `flat` or `normalised`"
+                f"{where}: the expected draw must be a positive number, not {self.expected_draw}"
+            )
+        adaptive = self.clipping.rule == "adaptive"
+        if self.ownership == "owner" and adaptive and self.expected_draw is None:
+            raise PrivacyError(
+                f"{where}: adaptive clipping divides its count of unclipped units by the expected draw, "
+                "which for experts with owners need not be the denominator; state expected_draw"
             )
         if not 0 <= self.warmup < self.steps:
             raise PrivacyError(f"{where}: a warmup of {self.warmup} steps doesn't fit into {self.steps}")

@@ -10,13 +10,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from confide.report.scores import INDIVIDUAL, NON_PRIVATE, PRETRAINED, ScoreLine, Spread, label
+from confide.report.study import MixtureRun
 from confide.report.tables import MethodLine
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_COLOURS = {PRETRAINED: "#8c8c8c", NON_PRIVATE: "#009e73", "dp-adamw": "#56b4e9", "dp-merging": "#d55e00"}
-_MORE_COLOURS = ("#cc79a7", "#e69f00", "#0072b2", "#f0e442")
+    from confide.models.moe.selection import Selection
+
+_OURS = "#d55e00"
+_COLOURS = {PRETRAINED: "#8c8c8c", NON_PRIVATE: "#009e73", "dp-adamw": "#56b4e9"}
+_COLOURS |= {"dp-merging": _OURS, "raptor": _OURS}
+_MORE_COLOURS = ("#cc79a7", "#0072b2", "#e69f00", "#f0e442")
 """Okabe and Ito's palette, which colour-blind readers can tell apart."""
 _INK, _FAINT = "#010203", "#040506"
 """Stand-ins for the page's own text colours, so that a figure suits a light and a dark page."""
@@ -83,6 +88,65 @@ def merged_scores(lines: Sequence[ScoreLine]) -> Chart | None:
         _draw(
             "merged-scores", list(groups.items()), _score_axis(list(groups.items()), before.get(PRETRAINED))
         ),
+    )
+
+
+def variants(lines: Sequence[ScoreLine], runs: Sequence[MixtureRun]) -> Chart | None:
+    """Scores of the schedules of a mixture of experts, a group of bars per ε; None if there is only one."""
+    own = {run.method: run for run in runs}
+    shown = [line for line in lines if line.operator == INDIVIDUAL and line.method in own]
+    if len(shown) < 2:
+        return None
+    told_apart = len({(run.variant, run.epsilon) for run in own.values()}) == len(own)
+    groups: dict[str, list[_Bar]] = {}
+    for line in shown:
+        run = own[line.method]
+        title = "without privacy" if run.epsilon is None else f"ε = {run.epsilon:g}"
+        name = run.variant if told_apart else line.method
+        groups.setdefault(title, []).append(_percent(name, line.average))
+    return Chart(
+        "RAPTOR and what it is compared with, by ε",
+        "Longer is better." + _spread_note(shown),
+        _draw("variants", list(groups.items()), _score_axis(list(groups.items()))),
+    )
+
+
+def owner_shares(selection: Selection, trained: Sequence[int]) -> Chart:
+    """How the experts of each layer share public texts: a bar of E pieces per block.
+
+    Args:
+        trained: numbers of the blocks whose experts are trained; they are drawn in colour.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    rows = len(selection.layers)
+    height = rows * 2 * _ROW + _BELOW + 0.1
+    left, right = 9 * _CHARACTER, 7 * _CHARACTER
+    with matplotlib.rc_context(_style("owner-shares")):
+        figure = Figure(figsize=(_WIDTH, height))
+        place = (left / _WIDTH, _BELOW / height, 1 - (left + right) / _WIDTH, rows * 2 * _ROW / height)
+        axes = figure.add_axes(place, facecolor="none")
+        axes.set_ylim(rows - 0.5, -0.5)
+        axes.set_xlim(0, 100)
+        axes.set_yticks([])
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.set_xlabel("percent of the public texts")
+        for row, layer in enumerate(selection.layers):
+            shares = sorted((100 * count / selection.texts for count in layer.counts), reverse=True)
+            start, colour = 0.0, _OURS if layer.block in trained else _COLOURS[PRETRAINED]
+            for piece, share in enumerate(shares):
+                axes.barh(row, share, 0.7, left=start, color=colour, alpha=1 - 0.75 * piece / len(shares))
+                start += share
+            _write(axes, f"block {layer.block}", row, 0, -5, "right")
+            _write(axes, f"H {layer.evenness:.2f}", row, 1, right * 72 - 1, "right")
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    return Chart(
+        "Routing on public text: how evenly do experts own texts?",
+        "Pieces are experts, from the one that owns most texts. H: owner entropy over its largest value, 1 "
+        "is even. In colour: the block whose experts are trained.",
+        _embedded(buffer.getvalue(), "owner-shares"),
     )
 
 

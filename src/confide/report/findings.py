@@ -118,14 +118,15 @@ def _best_merge(lines: Lines) -> list[str]:
 
 def _cost_of_privacy(lines: Lines) -> list[str]:
     parts = []
-    for merged, when in ((False, "before merging"), (True, "after merging")):
+    merges = any(operator != INDIVIDUAL for _, operator in lines)
+    for merged, when in ((False, " before merging" if merges else ""), (True, " after merging")):
         free, private = _best(lines, merged=merged, private=False), _best(lines, merged=merged)
         if free is None or private is None:
             continue
         cost = _rounded(free.average.mean - private.average.mean)
         with_operator = [f" {_with(line.operator)}" if merged else "" for line in (free, private)]
         parts.append(
-            f"{f'{cost:.1f} points' if cost > 0 else 'nothing'} {when} ({free.average.percent()} % "
+            f"{f'{cost:.1f} points' if cost > 0 else 'nothing'}{when} ({free.average.percent()} % "
             f"without it{with_operator[0]}, {private.average.percent()} % for {label(private.method)}"
             f"{with_operator[1]})"
         )

@@ -9,10 +9,11 @@ from typing import Any
 from confide.errors import ConfigError
 from confide.files import new_folder, write_json, write_text
 from confide.report import figures
+from confide.report.mixtures import diagnostics_text, routing_text, routing_words, streams_text
 from confide.report.page import page
-from confide.report.scores import score_table
-from confide.report.study import Study
-from confide.report.tables import method_table, method_text, score_text
+from confide.report.scores import INDIVIDUAL, score_table
+from confide.report.study import MixtureFacts, Study
+from confide.report.tables import Table, method_table, method_text, score_text
 
 
 def write_report(study: Study, folder: Path, *, overwrite: bool = False) -> None:
@@ -47,22 +48,40 @@ def report_html(study: Study) -> str:
     import yaml
 
     lines, methods = score_table(study.rows), method_table(study.methods, study.rows)
+    mixture = study.mixture
+    by_epsilon = figures.variants(lines, mixture.runs) if mixture else None
     charts = (
-        figures.task_scores(lines),
+        by_epsilon,
+        figures.task_scores(lines) if by_epsilon is None or len(study.tasks) > 1 else None,
         figures.merged_scores(lines),
         figures.merge_gaps(methods),
         figures.drifts(methods),
+        _routing_chart(mixture) if mixture else None,
     )
     values: dict[str, Any] = {
         "study": study,
         "scores": score_text(lines),
         "operators": [line.operator for line in lines],
+        "merged": any(line.operator != INDIVIDUAL for line in lines),
         "methods": method_text(methods),
         "charts": [chart for chart in charts if chart is not None],
         "settings": {
             method: yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
             for method, settings in study.settings.items()
         },
+        "streams": streams_text(mixture.runs) if mixture else None,
+        "diagnostics": diagnostics_text(mixture.runs) if mixture else None,
+        "routing": _routing(mixture) if mixture else None,
         "seeds": sorted({row.seed for row in study.rows}),
     }
     return page("report.html.j2", **values)
+
+
+def _routing(mixture: MixtureFacts) -> tuple[Table, tuple[str, ...]] | None:
+    found = mixture.routing
+    return (routing_text(found, found.chosen), routing_words(found)) if found else None
+
+
+def _routing_chart(mixture: MixtureFacts) -> figures.Chart | None:
+    found = mixture.routing
+    return figures.owner_shares(found, [found.chosen]) if found else None

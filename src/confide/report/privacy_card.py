@@ -16,18 +16,10 @@ from confide.privacy.streams import Stream
 from confide.privacy.words import round_down, round_up
 from confide.release.verify import UNSIGNED, Check
 from confide.report.page import page
+from confide.report.tables import Table
 
 _FALSE_ALARMS = (0.001, 0.01, 0.1)
 _GROUPS = (1, 2, 5)
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of text under a header; every column but the first `words` ones holds numbers."""
-
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    words: int = 1
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from confide.report.study import Row
 
 PRETRAINED, NON_PRIVATE, DP_ADAMW, DP_MERGING = "pretrained", "non-private", "dp-adamw", "dp-merging"
 INDIVIDUAL = "individual"
-LABELS = {DP_ADAMW: "DP-AdamW", DP_MERGING: "DP-Merging"}
+LABELS = {DP_ADAMW: "DP-AdamW", DP_MERGING: "DP-Merging", "raptor": "RAPTOR"}
 """How people write methods whose name in files is in lower case."""
 
 

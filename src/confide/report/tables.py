@@ -7,15 +7,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, Context, Decimal
-from typing import TYPE_CHECKING
 
 from confide.errors import ConfigError
 from confide.geometry.gap import merge_gap
 from confide.report.scores import INDIVIDUAL, PRETRAINED, ScoreLine, Spread, label, score_table
-from confide.report.study import MethodFacts, Row, Study
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from confide.report.study import MethodFacts, Row
 
 NOTHING = "–"
 
@@ -30,6 +26,7 @@ class MethodLine:
         noise_multiplier: smallest and largest σ over tasks and seeds; (0, 0) without privacy.
         trained: smallest and largest number of trained parameters.
         seconds: training time of all tasks together.
+        memory: the most bytes that the process took meanwhile; 0 where that isn't known.
         claims: (ε, δ) by operator, `individual` first; None where nothing is claimed.
     """
 
@@ -39,33 +36,46 @@ class MethodLine:
     noise_multiplier: tuple[float, float]
     trained: tuple[int, int]
     seconds: Spread
+    memory: int
     claims: dict[str, tuple[float, float] | None]
 
 
 @dataclass(frozen=True)
 class Table:
-    """Text, ready to be set: the first two columns of a score table are words, the rest numbers."""
+    """Text, ready to be set.
+
+    Attributes:
+        words: how many columns are words, from the left; the rest are numbers.
+    """
 
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    words: int = 1
 
 
 def score_text(lines: Sequence[ScoreLine]) -> Table:
-    """The score table as text, in percent."""
+    """The score table as text, in percent; a column that says nothing is left out.
+
+    Operators are there if something was merged, ε if methods have several, the average if there are several
+    tasks, and the gain if there is one.
+    """
     tasks = tuple(lines[0].scores)
-    return Table(
-        ("method", "operator", *tasks, "average", "gain"),
-        tuple(
-            (
-                label(line.method),
-                line.operator,
-                *(line.scores[task].percent() for task in tasks),
-                line.average.percent(),
-                line.gain.percent(signed=True) if line.gain else NOTHING,
-            )
-            for line in lines
-        ),
-    )
+    merged = any(line.operator != INDIVIDUAL for line in lines)
+    epsilons = {_bound(line.epsilon, 0) if line.epsilon is not None else NOTHING for line in lines}
+    columns = [("method", [label(line.method) for line in lines])]
+    if merged:
+        columns.append(("operator", [line.operator for line in lines]))
+    if len(epsilons - {NOTHING}) > 1:
+        shown = [NOTHING if line.epsilon is None else _bound(line.epsilon, 0) for line in lines]
+        columns.append(("ε", shown))
+    columns += [(task, [line.scores[task].percent() for line in lines]) for task in tasks]
+    if len(tasks) > 1:
+        columns.append(("average", [line.average.percent() for line in lines]))
+    if any(line.gain for line in lines):
+        gains = [line.gain.percent(signed=True) if line.gain else NOTHING for line in lines]
+        columns.append(("gain", gains))
+    header, cells = zip(*columns, strict=True)
+    return Table(header, tuple(zip(*cells, strict=True)), words=1 + merged)
 
 
 def method_table(facts: Sequence[MethodFacts], rows: Sequence[Row]) -> list[MethodLine]:
@@ -93,6 +103,7 @@ def method_table(facts: Sequence[MethodFacts], rows: Sequence[Row]) -> list[Meth
                 (min(sigmas), max(sigmas)),
                 (min(trained), max(trained)),
                 Spread.of(sum(fact.seconds.values()) for fact in own),
+                max((size for fact in own for size in fact.memory.values()), default=0),
                 {name: _claim(lines[method, name]) for name in operators if (method, name) in lines},
             )
         )
@@ -112,6 +123,8 @@ def method_text(lines: Sequence[MethodLine]) -> Table:
         )
         for name in operators
     )
+    known = any(line.memory for line in lines)
+    memory = [("peak memory, MB", *(f"{line.memory / 1e6:,.0f}" for line in lines))] if known else []
     return Table(
         ("", *(label(line.method) for line in lines)),
         (
@@ -122,61 +135,9 @@ def method_text(lines: Sequence[MethodLine]) -> Table:
             ("δ", *(_claims(line, 1) for line in lines)),
             ("trained parameters", *(_between(*(f"{n:,}" for n in line.trained)) for line in lines)),
             ("training seconds", *(f"{line.seconds.mean:.0f}" for line in lines)),
+            *memory,
         ),
     )
-
-
-def print_study(study: Study) -> None:
-    """Print findings, scores and methods to the terminal."""
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=140)  # a file has no edge to wrap at
-    lines = score_table(study.rows)
-    _print(console, "Scores in percent, on test records and without noise", score_text(lines), words=2)
-    methods = method_text(method_table(study.methods, study.rows))
-    _print(console, "How each method trained, and points lost by merging", methods, words=1)
-    for finding in study.findings:
-        console.print(f"• {finding}", markup=False, highlight=False)
-
-
-def _print(console: Console, title: str, table: Table, words: int) -> None:
-    """A table whose cells are never cut; where it is too wide, they break before `±` and after `to`."""
-    from rich import box
-    from rich.table import Table as Grid
-    from rich.text import Text
-
-    columns = [list(column) for column in zip(table.header, *table.rows, strict=True)]
-    for column in columns[words:]:
-        column[0] = column[0].replace("-", "-\n") if words == 2 else column[0]
-    if _needed(columns) > console.width:
-        columns[words:] = [
-            [text.replace(" ±", "\n±").replace(" to ", " to\n") for text in column]
-            for column in columns[words:]
-        ]
-    grid = Grid(
-        title=title,
-        title_justify="left",
-        header_style="bold",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        show_edge=False,
-        padding=(0, 0, 0, 1),
-    )
-    for position, column in enumerate(columns):
-        grid.add_column(Text(column[0]), justify="left" if position < words else "right", no_wrap=True)
-    for row in list(zip(*columns, strict=True))[1:]:
-        grid.add_row(*(Text(cell) for cell in row))
-    width, console.width = console.width, max(console.width, _needed(columns))
-    console.print(grid)
-    console.width = width
-    console.print()
-
-
-def _needed(columns: Sequence[Sequence[str]]) -> int:
-    """Characters across: the longest line of each column, and two between columns."""
-    return sum(max(len(line) for text in column for line in text.split("\n")) + 2 for column in columns)
 
 
 def _gap(rows: Sequence[Row], method: str, operator: str) -> Spread:

@@ -8,16 +8,25 @@ from pathlib import Path
 import numpy as np
 
 from confide.errors import DataError
+from confide.tasks.brown import other_sentences
 from confide.tasks.overlap import normalise
 from confide.tasks.records import TaskData
+
+BROWN = "brown"
 
 
 def read_corpus(path: str | Path) -> tuple[str, ...]:
     """The non-empty lines of a text file; whoever names the file declares it public.
 
+    Args:
+        path: a file, or `brown`: sentences of the Brown corpus in genres that the task `brown-genre` doesn't
+            use.
+
     Raises:
-        DataError: no such file, not UTF-8, or no text in it.
+        DataError: no such file, not UTF-8, or no text in it; or the Brown corpus has not been fetched.
     """
+    if str(path) == BROWN:
+        return other_sentences()
     path = Path(path)
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -47,6 +47,35 @@ def owner_maps(
         ModelError: the experts saw other tokens than the batch has, or a record is in no batch.
     """
     owners = {layer.name: np.full(count, -1, dtype=np.int64) for layer in layers}
+    for layer, rows, cast in _ballots(layers, forward, batches, vote):
+        owners[layer.name][rows] = winners(cast).cpu().numpy()
+    for name, found in owners.items():
+        if (found < 0).any():
+            raise ModelError(f"{int((found < 0).sum())} record(s) were in no batch, so {name} has no owner")
+    return owners
+
+
+def vote_tables(
+    layers: Sequence[SparseLayer],
+    forward: Callable[[dict[str, Tensor]], Any],
+    batches: Iterable[tuple[Owners, dict[str, Tensor]]],
+    count: int,
+    vote: Vote = "plurality",
+) -> dict[str, npt.NDArray[np.float64]]:
+    """The votes that `owner_maps` counts: layer name → (count, E). Of private records they are private."""
+    tables = {layer.name: np.zeros((count, layer.experts)) for layer in layers}
+    for layer, rows, cast in _ballots(layers, forward, batches, vote):
+        tables[layer.name][rows] = cast.cpu().numpy()
+    return tables
+
+
+def _ballots(
+    layers: Sequence[SparseLayer],
+    forward: Callable[[dict[str, Tensor]], Any],
+    batches: Iterable[tuple[Owners, dict[str, Tensor]]],
+    vote: Vote,
+) -> Iterator[tuple[SparseLayer, Owners, Tensor]]:
+    """(layer, numbers of records, their votes), batch by batch."""
     with torch.no_grad(), routings(layers) as seen:
         for rows, batch in batches:
             seen.clear()
@@ -54,12 +83,7 @@ def owner_maps(
             for layer in layers:
                 if layer.name not in seen:
                     raise ModelError(f"the model did not call the experts of {layer.name}")
-                cast = votes(seen[layer.name], batch["attention_mask"], layer, vote)
-                owners[layer.name][rows] = winners(cast).cpu().numpy()
-    for name, found in owners.items():
-        if (found < 0).any():
-            raise ModelError(f"{int((found < 0).sum())} record(s) were in no batch, so {name} has no owner")
-    return owners
+                yield layer, rows, votes(seen[layer.name], batch["attention_mask"], layer, vote)
 
 
 def votes(routing: Routing, mask: Tensor, layer: SparseLayer, vote: Vote = "plurality") -> Tensor:
