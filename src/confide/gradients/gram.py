@@ -78,6 +78,13 @@ class Gram:
         _, length, p = tokens.shape
         return cls(tokens, products, lengths, _gamma(length + min(p, 2 * _PIECE) + 5, tokens.dtype))
 
+    def expand(self, count: int) -> Gram:
+        """The same for `count` first indices, where it is of one."""
+        if len(self.products) == count or not isinstance(self.tokens, Tensor):
+            return self
+        tokens, products = (x.expand(count, -1, -1) for x in (self.tokens, self.products))
+        return Gram(tokens, products, self.lengths.expand(count, -1), self.error)
+
 
 def _inner(x: Tensor) -> Tensor:
     """(n, S, p) → (n, S, S)."""
