@@ -99,7 +99,7 @@ class Recomputation:
     def maps(
         self, tensors: Sequence[Tensor], gradients: Mapping[int, Tensor], rows: int
     ) -> dict[str, Tensor]:
-        """By path, the map that all rows read a parameter through (`tables.maps`); empty where one has none."""
+        """By path, the map through which all rows read a parameter (`tables.maps`); empty if one has none."""
         held = self._parameters()
         if not self.together or len(gradients) != 1 or any(x.dtype not in _WIDE for x in held.values()):
             return {}

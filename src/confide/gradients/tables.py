@@ -1,10 +1,10 @@
-"""Parameters that every row reads through the same map over positions, such as interpolated position embeddings.
+"""Parameters that all rows read through one map over positions, such as interpolated position embeddings.
 
 If an output (rows, T, C) depends on a parameter (P, C) as Σ_p K_tp w_pc, a row's gradient is Kᵀg, so that K
 and the output gradient g are its factors and no gradient is formed per row. Channels don't mix, so one
-backward pass on one row with a different position in each channel shows K for C positions at once. It is taken
-anew every time, and checked on all rows along a random direction, for which a parameter that acts otherwise on
-any row would have to agree by accident of probability zero.
+backward pass on one row, with another position in each channel, shows K for C positions at once. It is taken
+anew every time, and checked on all rows along a random direction: a parameter that acts otherwise on any row
+would agree with probability zero.
 """
 
 from __future__ import annotations

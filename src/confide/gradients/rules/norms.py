@@ -1,4 +1,4 @@
-"""`nn.LayerNorm`, `nn.GroupNorm` and plain scaling: per-row gradients are small, so they are formed one by one."""
+"""`nn.LayerNorm`, `nn.GroupNorm` and plain scaling: per-row gradients are small, so they are formed."""
 
 from __future__ import annotations
 
