@@ -70,7 +70,8 @@ class _Vector:
             array = self._arrays[which]
             piece = array[array.size - (end - start) : array.size - (end - upto)]
             drawn, values = values[: upto - start], values[upto - start :]
-            np.add(drawn, piece, out=piece, casting="same_kind")  # in float64, rounded on its way out
+            drawn += piece
+            piece[:] = drawn
             start, which = upto, which + 1
 
     def add_at(self, index: npt.NDArray[np.int64], values: Floats) -> None:
