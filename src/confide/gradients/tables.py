@@ -71,4 +71,4 @@ def _hold(found: Mapping[str, Tensor], every: Call, weights: Mapping[str, Tensor
     if along is None or not isinstance(size, Tensor):
         return False
     error = (along.reshape(rows, *size.shape) - expected).abs()
-    return bool((error <= _ROUNDINGS * torch.finfo(size.dtype).eps * size).all())
+    return bool(((error <= _ROUNDINGS * torch.finfo(size.dtype).eps * size) & size.isfinite()).all())

@@ -180,7 +180,7 @@ class Watch:
         if shapes in self._tables:
             found = self._as_tables(use, again, tensors, gradients)
             if found:
-                return found
+                return list(found)
         if shapes in self._entrywise:
             return _per_row(use, again.by_entry(tensors, gradients, self.width, self._entrywise[shapes]))
         values, outputs = again.gradients(tensors, gradients, self.width)
