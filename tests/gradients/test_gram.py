@@ -97,3 +97,16 @@ def test_long_tokens_are_multiplied_in_pieces(cancel: bool) -> None:
     squares, slack = squared_norms(Gram.of(a), gram)
     assert (truth(a, g) <= squares + slack).all()
     assert squares.tolist() == pytest.approx(truth(a, g).tolist(), rel=1e-4)
+
+
+@pytest.mark.parametrize("length", [63, 64, 65, 131])
+def test_mirrored_products_are_those_of_the_whole(length: int) -> None:
+    torch.manual_seed(0)
+    a, g = torch.randn(3, length, 9), torch.randn(3, length, 7)
+    products = Gram.of(a).products
+    assert torch.equal(products, products.mT)
+    torch.testing.assert_close(products, (a.double() @ a.double().mT).float())
+    squares, slack = squared_norms(Gram.of(a), Gram.of(g))
+    expected = (g.double().mT @ a.double()).square().sum((1, 2))
+    assert ((squares - expected).abs() <= slack).all()
+    torch.testing.assert_close(squares, expected, rtol=1e-6, atol=0)

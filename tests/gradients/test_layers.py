@@ -152,7 +152,7 @@ TEXT, IMAGE, SIGNAL = (4, 5, 6), (4, 6, 7, 8), (4, 6, 9)
         (lambda: nn.InstanceNorm1d(6, affine=True), SIGNAL, False),
         (frozen_statistics, (4, 6), False),
         (lambda: Scaled(6, 3), TEXT, False),
-        (lambda: Scale(6), TEXT, False),
+        (lambda: Scale(6), TEXT, True),
         (lambda: Branching(6), (4, 6), False),
         (lambda: replaced(nn.Linear(6, 3)), TEXT, False),
         (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 3)), TEXT, False),

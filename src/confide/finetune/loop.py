@@ -418,7 +418,8 @@ def _moved(
     before = {name: parameter.data for name, parameter in parameters.items()}
     try:
         for name, parameter in parameters.items():
-            parameter.data = direction[name].mul_(radius / length).add_(before[name])
+            moved = direction[name]
+            parameter.data = torch.add(before[name], moved, alpha=radius / length, out=moved)
         yield
     finally:
         for name, parameter in parameters.items():
@@ -427,5 +428,5 @@ def _moved(
 
 def _norm(tensors: dict[str, Tensor]) -> float:
     """Euclidean norm of all values together, in float64; in pieces, which a processor's cache holds."""
-    pieces = (piece for value in tensors.values() for piece in torch.split(value.reshape(-1), 1 << 15))
-    return math.sqrt(sum(float(piece.double().square().sum()) for piece in pieces))
+    pieces = (piece.double() for x in tensors.values() for piece in torch.split(x.reshape(-1), 1 << 15))
+    return math.sqrt(sum(float(torch.dot(piece, piece)) for piece in pieces))

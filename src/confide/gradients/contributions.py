@@ -26,11 +26,18 @@ class PerRow:
 
 @dataclass(frozen=True)
 class Product:
-    """Gradients Σ_s left_s right_sᵀ over a row's positions s: `left` (rows, S, d), `right` (rows, S, p)."""
+    """Gradients Σ_s left_s right_sᵀ over a row's positions s: `left` (rows, S, d), `right` (rows, S, p).
+
+    `left` is (1, S, d) where all rows share it.
+    """
 
     name: str
     left: Tensor
     right: Tensor
+
+    def formed(self) -> Tensor:
+        """(rows, d, p)."""
+        return self.left.mT @ self.right
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,7 @@ def _formed(uses: Sequence[Contribution], rows: Rows) -> Tensor:
             case PerRow():
                 values = rows.sum(use.values)
             case Product():
-                values = rows.sum(use.left.mT @ use.right)
+                values = rows.sum(use.formed())
             case Lookup():
                 width = use.values.shape[-1]
                 table = use.values.new_zeros((rows.units * use.size, width))
@@ -113,18 +120,22 @@ class _Factored:
         if only is not None and only.left.shape[1] == 1 and rows.single:
             self.squares, self.slack = rows.sum(_squares(only.right) * _squares(only.left)), None
         elif only is not None and rows.single:
-            squares, slack = squared_norms(rows.gram(only.right), Gram.of(only.left))
+            squares, slack = squared_norms(rows.gram(only.right), Gram.of(only.left).expand(len(only.right)))
             self.squares, self.slack = rows.sum(squares), rows.sum(slack)
         else:
             right = [use.right for use in products] + [use.values for use in lookups]
-            dense = _joined([use.left for use in products], rows)
+            dense = _joined([use.left.expand(rows.count, -1, -1) for use in products], rows)
             left = Mixed(dense, _joined([use.ids for use in lookups], rows)) if lookups else dense
             self.squares, self.slack = squared_norms(Gram.of(_joined(right, rows)), Gram.of(left))
 
     def add_to(self, sums: Sums, factors: Factors, rows: Rows) -> None:
         for use in self._products:
-            left, right = factors.kept(use.left, rows.unit), factors.kept(use.right, rows.unit)
-            scale = factors.rounded(left.dtype)[rows.unit, None, None]
+            right = factors.kept(use.right, rows.unit)
+            scale = factors.rounded(right.dtype)[rows.unit, None, None]
+            if len(use.left) < len(right):
+                sums.add_product(self.name, use.left[0], (right * scale).sum(0))
+                continue
+            left = factors.kept(use.left, rows.unit)
             if right.shape[2] < left.shape[2]:
                 right = right * scale
             else:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from confide.errors import ModelError
-from confide.gradients.rules import Rule, rule_of
+from confide.gradients.rules import Rule, norms, rule_of
 from confide.gradients.trace import Call, tensors_in, trace
 
 
@@ -102,6 +102,7 @@ class _Pair:
         sealed: what happens inside depends on the data, so that only the whole is a fit place.
         steady: neither this call nor one below it is sealed.
         lone: its only argument is a tensor.
+        scales: it multiplies that tensor by a parameter, and does nothing else.
         leaks: its output's shape depends on the data too.
         places: of `outputs` among the tensors returned.
         single: its only input and its only output have a first dimension of 1.
@@ -114,6 +115,7 @@ class _Pair:
     sealed: bool
     steady: bool
     lone: bool
+    scales: bool
     leaks: bool
     single: bool
     places: tuple[int, ...]
@@ -146,6 +148,7 @@ class _Pair:
             sealed=sealed,
             steady=not sealed and all(child.steady for child in children),
             lone=first.lone and second.lone,
+            scales=first.scales and second.scales,
             leaks=sealed and not all(outputs),
             single=all([size[:1] for size in sizes] == [(1,)] for sizes in (second.inputs, second.outputs)),
             places=second.places,
@@ -293,4 +296,6 @@ def _rule(places: list[_Place], inside: Mapping[str, str]) -> Rule | None:
         return None
     if any(not place.call.lone or place.call.sealed for place in places):
         return None
+    if all(place.call.scales for place in places):
+        return norms.scaling
     return rule_of(places[0].call.module)

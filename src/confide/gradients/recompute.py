@@ -17,9 +17,10 @@ from torch.func import functional_call, vjp, vmap
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
 from confide.errors import ModelError
-from confide.gradients import entrywise
+from confide.gradients import entrywise, tables
 
 _AT_ONCE = 1 << 22  # values of a parameter's gradients in one go: their copies should stay small
+_WIDE = (torch.float32, torch.float64)
 _TOLERANCE = 1e-3  # relative to the largest value; in half precision, times 64
 
 
@@ -75,8 +76,7 @@ class Recomputation:
         for name, values in found.items():
             if entrywise.acts(call, name, held[name], g.shape):
                 again, _ = entrywise.gradient(call, name, held[name], g, len(values))
-                rows = zip(again.double().flatten(1), values.double().flatten(1), strict=True)
-                if all(_agree(x, y, _tolerance(values.dtype)) for x, y in rows):
+                if agree(again, values):
                     good.append(name)
         return frozenset(good)
 
@@ -95,6 +95,21 @@ class Recomputation:
 
                 found[name] = entrywise.gradient(call, name, held[name], g, rows)[0]
         return found
+
+    def maps(
+        self, tensors: Sequence[Tensor], gradients: Mapping[int, Tensor], rows: int
+    ) -> dict[str, Tensor]:
+        """By path, the map through which all rows read a parameter (`tables.maps`); empty if one has none."""
+        held = self._parameters()
+        if not self.together or len(gradients) != 1 or any(x.dtype not in _WIDE for x in held.values()):
+            return {}
+        (place,) = gradients
+        first = [x[: len(x) // rows] if own else x for x, own in zip(tensors, self.has_rows, strict=True)]
+
+        def on(own: Sequence[Tensor]) -> tables.Call:
+            return lambda values: self._call(values, own, [place])[0]
+
+        return tables.maps(on(first), on(tensors), held, rows) or {}
 
     def _call(
         self, parameters: Mapping[str, Tensor], own: Sequence[Tensor], places: list[int]
@@ -179,12 +194,7 @@ def check_same(
     """
     for index, x in again.items():
         y = before[index]
-        tolerance = _tolerance(torch.bfloat16 if half else y.dtype)
-        same = x.shape == y.shape
-        if same:
-            each = zip(x.double().flatten(1), y.double().flatten(1), strict=True)
-            same = all(_agree(row, other, tolerance) for row, other in each)
-        if not same:
+        if x.shape != y.shape or not agree(x, y, half=half):
             raise ModelError(
                 f"{place} computes something else for a row alone than for the row in its batch (it mixes "
                 "rows, draws random numbers or keeps a state), so its parameters can't be clipped exactly; "
@@ -192,15 +202,15 @@ def check_same(
             )
 
 
-def _tolerance(dtype: torch.dtype) -> float:
-    return _TOLERANCE * (64 if dtype in (torch.float16, torch.bfloat16) else 1)
-
-
-def _agree(x: Tensor, y: Tensor, tolerance: float) -> bool:
-    """A row that overflows says nothing."""
-    if not (bool(x.isfinite().all()) and bool(y.isfinite().all())) or not len(x):
-        return True
-    return float((x - y).abs().max()) <= tolerance * float(y.abs().max())
+def agree(x: Tensor, y: Tensor, *, half: bool = False) -> bool:
+    """Whether each row is the same up to rounding; one that overflows says nothing."""
+    tolerance = _TOLERANCE * (64 if half or y.dtype in (torch.float16, torch.bfloat16) else 1)
+    return all(
+        not bool(one.isfinite().all() & other.isfinite().all())
+        or not len(one)
+        or float((one - other).abs().max()) <= tolerance * float(other.abs().max())
+        for one, other in zip(x.double().flatten(1), y.double().flatten(1), strict=True)
+    )
 
 
 def _split(x: Tensor, rows: int) -> Tensor:

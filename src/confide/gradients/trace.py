@@ -29,6 +29,7 @@ class Call:
         opaque: something else went in or out that tensors may hide in, such as a cache.
         blind: it was called without gradients.
         dynamic: its own code chose entries by their value, so that shapes depend on data.
+        scales: all that its own code does is to multiply its argument by a watched parameter.
         children: calls that it made, in order.
     """
 
@@ -42,6 +43,8 @@ class Call:
     opaque: bool = False
     blind: bool = False
     dynamic: bool = False
+    scales: bool = False
+    functions: list[tuple[str, tuple[Any, ...], Any]] = field(default_factory=list)
     children: list[Call] = field(default_factory=list)
 
     def subtree(self) -> Iterator[Call]:
@@ -83,6 +86,8 @@ def trace(
         call.places = tuple(i for i, tensor in enumerate(returned) if tensor.requires_grad)
         call.outputs = [returned[i].shape for i in call.places]
         call.opaque |= not _is_plain(output)
+        call.scales = call.lone and _is_scaling(call, next(iter((*args, *kwargs.values()))), output, watched)
+        call.functions = []
         return change(module, output)
 
     with _hooked(model, before, after), _Uses(watched, stack), _Dynamic(stack), torch.enable_grad():
@@ -98,6 +103,19 @@ def tensors_in(value: Any) -> list[Tensor]:
 def _is_plain(value: Any) -> bool:
     known = (Tensor, nn.Module, bool, int, float, str, torch.dtype, torch.device, Enum)
     return all(leaf is None or isinstance(leaf, known) for leaf in tree_leaves(value))
+
+
+def _is_scaling(call: Call, argument: Tensor, output: Any, watched: set[int]) -> bool:
+    if call.children or len(call.functions) != 1:
+        return False
+    name, factors, product = call.functions[0]
+    if name not in ("mul", "multiply", "__mul__", "__rmul__") or product is not output or len(factors) != 2:
+        return False
+    weight = factors[1] if factors[0] is argument else factors[0]
+    inputs = factors[0] if factors[0] is argument else factors[1]
+    if inputs is not argument or id(weight) not in watched:
+        return False
+    return bool(weight.ndim < argument.ndim and weight.shape == argument.shape[argument.ndim - weight.ndim :])
 
 
 @contextmanager
@@ -122,6 +140,7 @@ class _Uses(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
+        self._stack[-1].functions.append((getattr(func, "__name__", ""), tuple(args), output))
         used = {id(tensor) for tensor in tensors_in((args, kwargs))} & self._watched
         if used and any(tensor.requires_grad for tensor in tensors_in(output)):
             self._stack[-1].used |= used

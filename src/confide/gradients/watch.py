@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from confide.errors import ModelError
-from confide.gradients.contributions import Contribution, PerRow
+from confide.gradients.contributions import Contribution, PerRow, Product
 from confide.gradients.plan import Site, plan
-from confide.gradients.recompute import Recomputation, check_same, take_apart
+from confide.gradients.recompute import Recomputation, agree, check_same, take_apart
 from confide.gradients.trace import tensors_in
 
 REENTRANT = "If it is checkpointed, ask for non-reentrant checkpointing: use_reentrant=False"
@@ -110,6 +110,7 @@ class Watch:
         self._checked: set[tuple[Site, tuple[tuple[int, bool], ...]]] = set()
         self._places: dict[Site, dict[int, bool]] = {}
         self._entrywise: dict[tuple[Any, ...], frozenset[str]] = {}
+        self._tables: set[tuple[Any, ...]] = set()
         self._answered: Counter[str] = Counter()
         self._asleep = False
         self._training = False
@@ -166,14 +167,10 @@ class Watch:
         self._asleep = True
         self._own(False)
         try:
-            found = self._again(use, again, tensors, gradients, before)
+            return self._again(use, again, tensors, gradients, before)
         finally:
             self._asleep = False
             self._own(True)
-        return [
-            PerRow(use.names[path], values.to(torch.promote_types(values.dtype, torch.float32)))
-            for path, values in found.items()
-        ]
 
     def _again(
         self,
@@ -182,21 +179,38 @@ class Watch:
         tensors: tuple[Tensor, ...],
         gradients: dict[int, Tensor],
         before: dict[int, Tensor],
-    ) -> dict[str, Tensor]:
-        """Row by row the first time; entry by entry from then on, where that gave the same."""
+    ) -> list[Contribution]:
+        """Row by row the first time; from then on as tables or entry by entry, where that gave the same."""
         wide = next(iter(use.site.module.parameters())).dtype  # wider than what autocast passed around
         tensors = tuple(_widened(tensor, wide) for tensor in tensors)
         gradients = {place: _widened(gradient, wide) for place, gradient in gradients.items()}
         shapes = (use.site, use.given, again.names, *(tensor.shape[1:] for tensor in tensors))
+        if not before and shapes in self._tables:
+            found = self._as_tables(use, again, tensors, gradients)
+            if found:
+                return list(found)
         if not before and shapes in self._entrywise:
-            return again.by_entry(tensors, gradients, self.width, self._entrywise[shapes])
-        found, outputs = again.gradients(tensors, gradients, self.width)
+            return _per_row(use, again.by_entry(tensors, gradients, self.width, self._entrywise[shapes]))
+        values, outputs = again.gradients(tensors, gradients, self.width)
         if before:
             check_same(outputs, before, str(use.site), half=use.half)
             if self.width > 1:  # a row that is alone says little about rows
                 self._checked.add((use.site, use.given))
-        self._entrywise[shapes] = again.entrywise(tensors, gradients, found)
-        return found
+        self._entrywise[shapes] = again.entrywise(tensors, gradients, values)
+        if len(self._entrywise[shapes]) < len(values):
+            found = self._as_tables(use, again, tensors, gradients)
+            formed = {use.names[path]: value for path, value in values.items()}
+            if found and all(agree(use.formed(), formed[use.name]) for use in found):
+                self._tables.add(shapes)
+        return _per_row(use, values)
+
+    def _as_tables(
+        self, use: Use, again: Recomputation, tensors: tuple[Tensor, ...], gradients: dict[int, Tensor]
+    ) -> list[Product]:
+        maps = again.maps(tensors, gradients, self.width)
+        right = next(iter(gradients.values()))
+        right = right.reshape(self.width, -1, right.shape[-1])
+        return [Product(use.names[path], left[None], right) for path, left in maps.items()]
 
     def _by_rule(self, use: Use, inputs: Tensor, gradient: Tensor) -> list[Contribution]:
         gradient = _widened(gradient, torch.float32)
@@ -373,6 +387,13 @@ class Watch:
     def _own(self, flag: bool) -> None:
         for parameter in self._parameters.values():
             parameter.requires_grad_(flag)
+
+
+def _per_row(use: Use, found: Mapping[str, Tensor]) -> list[Contribution]:
+    return [
+        PerRow(use.names[path], values.to(torch.promote_types(values.dtype, torch.float32)))
+        for path, values in found.items()
+    ]
 
 
 def _kept(tensors: list[Tensor]) -> Any:

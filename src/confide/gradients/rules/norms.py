@@ -1,4 +1,4 @@
-"""`nn.LayerNorm` and `nn.GroupNorm`: per-row gradients are small, so they are formed one by one."""
+"""`nn.LayerNorm`, `nn.GroupNorm` and plain scaling: per-row gradients are small, so they are formed."""
 
 from __future__ import annotations
 
@@ -50,3 +50,20 @@ def group_norm(
     if "bias" in names:
         found.append(PerRow(names["bias"], over_positions(g)))
     return found
+
+
+def scaling(
+    module: nn.Module, names: Mapping[str, str], x: Tensor, g: Tensor, rows: int
+) -> list[Contribution]:
+    """Σ g·x over all positions of a row, where the module returns x·weight: layer scales of vision models.
+
+    Args:
+        module: the layer.
+        names: of its one parameter, whose shape is that of x's last dimensions.
+        x: (rows·k, …, *shape).
+        g: same shape.
+        rows: number of rows.
+    """
+    ((attribute, name),) = names.items()
+    shape = module.get_parameter(attribute).shape
+    return [PerRow(name, (x * g).reshape(rows, -1, *shape).sum(1))]
