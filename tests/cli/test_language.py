@@ -219,7 +219,9 @@ def test_texts_themselves(
         assert len(confide("predict", *given, "--json").json()) == 60
 
 
-@pytest.mark.parametrize("kind", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["gpt2", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama", "t5", "bart"))]
+)
 def test_a_merge_of_two_language_models(
     confide: Confide,
     learn: Callable[..., Answer],
@@ -229,6 +231,7 @@ def test_a_merge_of_two_language_models(
     kind: str,
 ) -> None:
     """GPT-2's output layer is its embedding, and merged as such; Llama's is its own, and stays per task."""
+    loader = "AutoModelForCausalLM" if kind in ("gpt2", "llama") else "AutoModelForSeq2SeqLM"
     for name in ("one", "two"):
         assert learn(kind, *ANSWERS, "--trainable", "all", out=name).code == 0
     merged = tmp_path / "merged"
@@ -241,8 +244,8 @@ def test_a_merge_of_two_language_models(
     assert claim is not None
     alone = tmp_path / "alone"
     assert confide("export", merged, "--task", "two", "--out", alone).code == 0
-    same_logits(merged, "AutoModelForCausalLM", "two", alone)
-    one, two, both = (plain(path, "AutoModelForCausalLM")[0].state_dict() for path in (*releases, alone))
+    same_logits(merged, loader, "two", alone)
+    one, two, both = (plain(path, loader)[0].state_dict() for path in (*releases, alone))
     for name, value in both.items():
         kept = kind == "llama" and name == "lm_head.weight"
         expected = two[name] if kept else (one[name] + two[name]) / 2
@@ -250,7 +253,7 @@ def test_a_merge_of_two_language_models(
     scored = confide(
         "evaluate", merged, "--task", "two", "--data", answers, "--text", "prompt", *ANSWERS, "--json"
     ).json()
-    assert scored["score"] == pytest.approx(by_hand(alone, "AutoModelForCausalLM")[0], rel=1e-4)
+    assert scored["score"] == pytest.approx(by_hand(alone, loader)[0], rel=1e-4)
 
 
 @pytest.mark.parametrize(
