@@ -385,13 +385,11 @@ def test_a_file_that_no_query_covers_is_refused(
 def test_free_text_doesnt_travel_with_statistics(
     base: PublicBase, make_task: MakeTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from confide.finetune import tuned
-
     def careless(path: Path, kind: str, origin: str, model: str, arrays: Any, source: str) -> None:
         about = {"format": "confide.statistics/1", "kind": kind, "origin": origin, "model": model}
         write_tensors(path, dict(arrays), about | {"source": source, "note": "patient 7 was odd"})
 
-    monkeypatch.setattr(tuned, "write_statistics", careless)
+    monkeypatch.setattr("confide.finetune.tuned.write_statistics", careless)
     tuned = tune(base, make_task(), release_statistics="grams")
     with pytest.raises(ReleaseError, match="no place in a release"):
         tuned.release(tmp_path / "release")
