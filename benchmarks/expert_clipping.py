@@ -26,9 +26,11 @@ import torch
 from torch import Tensor
 
 from confide.finetune import loop
+from confide.finetune.base import PublicBase
 from confide.finetune.prepare import Prepared
-from confide.finetune.run import FineTuned, PublicBase, finetune, prepare
+from confide.finetune.run import finetune, prepare
 from confide.finetune.settings import Settings
+from confide.finetune.tuned import FineTuned
 from confide.gradients.keys import KeyStream
 from confide.tasks import registry
 

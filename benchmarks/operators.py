@@ -40,8 +40,9 @@ def rows(
     from confide.experiment.merges import merge_models, merged_folder, model_folder, public_texts, score_merge
     from confide.experiment.plan import read
     from confide.experiment.run import load_task
+    from confide.finetune.base import PublicBase
     from confide.finetune.prepare import score_test
-    from confide.finetune.run import PublicBase, prepare
+    from confide.finetune.run import prepare
     from confide.merging.merge import merge as merge_files
     from confide.merging.personal.apply import apply
     from confide.merging.personal.pack import pack

@@ -76,9 +76,10 @@ def draw(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
             ax = axes[row][column]
             for mode, name in MODES.items():
                 own = [line for line in found[key] if line["mode"] == mode]
-                ax.plot(values, [line[field] for line in own], marker="o", markersize=4, label=name)
+                at = [line[key] for line in own]
+                ax.plot(at, [line[field] for line in own], marker="o", markersize=4, label=name)
                 if field == "seconds" and mode == "dp-adamw":
-                    for value, line in zip(values, own, strict=True):
+                    for value, line in zip(at, own, strict=True):
                         place = {"xytext": (4, -12), "textcoords": "offset points", "fontsize": 8}
                         ax.annotate(f"{line['ratio']:.2f}", (value, line[field]), **place)
             ax.set_xscale("log", base=2)

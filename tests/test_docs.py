@@ -226,7 +226,8 @@ def test_settings_table_has_every_key_and_default() -> None:
             assert rows[name].strip("`") == ("none" if default is None else str(default)), name
     for name, value in table(DOCS / "study.md", "## experts").items():
         default = ExpertSettings.model_fields[name].default
-        assert value.strip("`") == ("none" if default is None else str(default)), name
+        shown = str(default).lower() if isinstance(default, bool) else str(default)
+        assert value.strip("`") == ("none" if default is None else shown), name
 
 
 def test_study_tables_have_every_key() -> None:

@@ -18,13 +18,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from confide.errors import ConfigError, DataError
+from confide.finetune.base import PublicBase
 from confide.finetune.checkpoint import Unfinished
 from confide.finetune.idle import keys_of, refuse_idle
 from confide.finetune.prepare import forward_of, placed_labels
 from confide.finetune.prepare import scores as scores_of
-from confide.finetune.run import FineTuned, PublicBase, finetune, prepare
+from confide.finetune.run import finetune, prepare
 from confide.finetune.settings import Settings as Settings
 from confide.finetune.statistics import statistics_on
+from confide.finetune.tuned import FineTuned
 from confide.merging.merge import MergeReport
 from confide.merging.merge import merge as _merge
 from confide.merging.operators import find

@@ -82,10 +82,10 @@ def test_refusals_leave_nothing(confide: Confide, study: Callable[..., Path], tm
 def test_ctrl_c_keeps_whole_releases_only(
     confide: Confide, study: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from confide.finetune import run
+    from confide.finetune import tuned
     from confide.release.write import verify
 
-    plain = run.write_tensors
+    plain = tuned.write_tensors
     calls = 0
 
     def third_time_interrupted(*arguments: Any) -> None:
@@ -95,7 +95,7 @@ def test_ctrl_c_keeps_whole_releases_only(
             raise KeyboardInterrupt
         plain(*arguments)
 
-    monkeypatch.setattr(run, "write_tensors", third_time_interrupted)
+    monkeypatch.setattr(tuned, "write_tensors", third_time_interrupted)
     assert confide("run", study(), "--out", tmp_path / "out").code == 130
     found = [path.parent for path in (tmp_path / "out").rglob("model.safetensors")]
     assert len(found) == 2

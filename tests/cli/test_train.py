@@ -283,7 +283,8 @@ def goes_on(confide: Confide, out: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "place", ["training_statement", "write_release", "FineTuned.keep_private", "FineTuned.info"]
+    "place",
+    ["run.training_statement", "tuned.write_release", "tuned.FineTuned.keep_private", "tuned.FineTuned.info"],
 )
 def test_ctrl_c_later(
     confide: Confide,
@@ -294,7 +295,7 @@ def test_ctrl_c_later(
     place: str,
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(f"confide.finetune.run.{place}", interrupted)
+        patch.setattr(f"confide.finetune.{place}", interrupted)
         answer = train(reviews)
     assert answer.code == 130
     assert f"The run can go on where it stopped: confide train --resume {tmp_path / 'run'}" in answer.err
@@ -311,7 +312,7 @@ def test_full_disk_at_the_end(
     confide: Confide, train: Train, reviews: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("confide.finetune.run.write_tensors", full)
+        patch.setattr("confide.finetune.tuned.write_tensors", full)
         assert "No space left on device" in train(reviews).message()
     goes_on(confide, tmp_path / "run")
 

@@ -25,7 +25,7 @@ import torch
 import confide.finetune.folder
 import confide.privacy.ledger  # noqa: F401  (imported by every run, so once for all)
 from confide.cli import main
-from confide.finetune import charge, checkpoint, methods, run
+from confide.finetune import charge, checkpoint, methods, run, tuned
 from confide.gradients.keys import Key, Keys
 from confide.merging import merge, plan
 
@@ -33,7 +33,7 @@ SECRETS = Keys(Key(b"n" * 32, simulated=False), Key(b"s" * 32, simulated=False))
 PHASES = (
     ("train", run, "train"),
     ("settle", charge.Charge, "settle"),
-    ("release", run, "write_release"),
+    ("release", tuned, "write_release"),
     ("finish", checkpoint.Unfinished, "destroy"),
     ("merge", plan, "read_inputs"),
     ("write", merge, "write_release"),

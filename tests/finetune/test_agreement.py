@@ -12,8 +12,10 @@ import pytest
 
 from confide.errors import ConfigError, ReleaseError
 from confide.finetune.agreement import agreement, tokenizer_hash
-from confide.finetune.run import FineTuned, PublicBase, finetune, prepare
+from confide.finetune.base import PublicBase
+from confide.finetune.run import finetune, prepare
 from confide.finetune.settings import Settings
+from confide.finetune.tuned import FineTuned
 from confide.merging.merge import merge
 from confide.merging.plan import plan_models
 from confide.privacy.composition import check

@@ -14,8 +14,10 @@ import pytest
 
 from confide.errors import PrivacyError
 from confide.finetune import loop, run
-from confide.finetune.run import FineTuned, PublicBase, finetune, prepare
+from confide.finetune.base import PublicBase
+from confide.finetune.run import finetune, prepare
 from confide.finetune.settings import Settings
+from confide.finetune.tuned import FineTuned
 from confide.privacy.account import Charge
 from confide.privacy.composition import check
 from confide.privacy.ledger import Ledger
@@ -189,7 +191,8 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from confide.finetune import loop
-from confide.finetune.run import PublicBase, finetune, prepare
+from confide.finetune.base import PublicBase
+from confide.finetune.run import finetune, prepare
 from confide.finetune.settings import Settings
 from confide.privacy.ledger import Ledger
 from confide.tasks.files import read_task

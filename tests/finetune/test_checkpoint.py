@@ -19,10 +19,12 @@ import torch
 import confide
 from confide.errors import PrivacyError, ReleaseError, ResumeError
 from confide.finetune import fingerprint, loop, run
+from confide.finetune.base import PublicBase
 from confide.finetune.checkpoint import Begun, Unfinished
 from confide.finetune.loop import History, State, StepRecord, train
-from confide.finetune.run import FineTuned, PublicBase, finetune, prepare
+from confide.finetune.run import finetune, prepare
 from confide.finetune.settings import Settings
+from confide.finetune.tuned import FineTuned
 from confide.gradients.keys import Keys
 from confide.models.adapters import Trainable
 from confide.privacy.ledger import Ledger

@@ -16,11 +16,13 @@ from torch.nn import functional
 
 from confide.errors import ConfigError
 from confide.finetune import diagnostics, run
+from confide.finetune.base import PublicBase
 from confide.finetune.checkpoint import Unfinished
 from confide.finetune.diagnostics import NOTE, document
 from confide.finetune.loop import State
-from confide.finetune.run import FineTuned, PublicBase, finetune, prepare
+from confide.finetune.run import finetune, prepare
 from confide.finetune.settings import Settings
+from confide.finetune.tuned import FineTuned
 from confide.models.moe.owners import owner_maps
 from confide.privacy.units import UnitMap
 from confide.tasks.records import TaskData

@@ -14,9 +14,11 @@ import torch
 
 from confide.errors import ConfigError
 from confide.finetune import memory, run
+from confide.finetune.base import PublicBase
 from confide.finetune.memory import _Live, forget_peak, micro_batch_tokens, peak_bytes
-from confide.finetune.run import FineTuned, PublicBase, finetune, prepare
+from confide.finetune.run import finetune, prepare
 from confide.finetune.settings import Settings
+from confide.finetune.tuned import FineTuned
 from confide.models.backbones import load_classifier
 from confide.release.format import Problem
 from confide.sizes import bytes_of

@@ -16,12 +16,14 @@ from torch import Tensor
 
 from confide.errors import ConfigError, ModelError
 from confide.finetune import run
+from confide.finetune.base import PublicBase
 from confide.finetune.loop import History, train
 from confide.finetune.precision import Shape, check_every_place, halved, refuse_experts
 from confide.finetune.prepare import forward_of
-from confide.finetune.run import FineTuned, PublicBase, finetune, prepare
+from confide.finetune.run import finetune, prepare
 from confide.finetune.selfcheck import check_gradients
 from confide.finetune.settings import Settings
+from confide.finetune.tuned import FineTuned
 from confide.gradients.keys import Keys
 from confide.models.adapters import Trainable, adapt
 from confide.models.backbones import Classifier, load_classifier

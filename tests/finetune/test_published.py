@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from confide.errors import ConfigError, PrivacyError
+from confide.finetune.base import PublicBase
 from confide.finetune.published import right_units
-from confide.finetune.run import FineTuned, PublicBase, finetune, prepare
+from confide.finetune.run import finetune, prepare
 from confide.finetune.settings import Settings
+from confide.finetune.tuned import FineTuned
 from confide.privacy.accountant import epsilon
 from confide.privacy.composition import check
 from confide.privacy.events import Composed, PoissonGaussian

@@ -16,10 +16,12 @@ import torch
 from confide.errors import ConfigError, DataError, ResumeError
 from confide.finetune import experts, run
 from confide.finetune import prepare as prepare_module
+from confide.finetune.base import PublicBase
 from confide.finetune.checkpoint import Unfinished
 from confide.finetune.loop import State
-from confide.finetune.run import FineTuned, PublicBase, finetune, prepare
+from confide.finetune.run import finetune, prepare
 from confide.finetune.settings import Settings
+from confide.finetune.tuned import FineTuned
 from confide.models.backbones import load_classifier, load_trained
 from confide.models.moe.layers import sparse_layers
 from confide.models.moe.owners import owner_maps

@@ -17,10 +17,12 @@ from hypothesis import strategies as st
 
 from confide.errors import ConfigError, PrivacyError, ReleaseError
 from confide.finetune import released
+from confide.finetune.base import PublicBase
 from confide.finetune.checkpoint import Unfinished
-from confide.finetune.run import FineTuned, PublicBase, finetune, prepare
+from confide.finetune.run import finetune, prepare
 from confide.finetune.settings import Settings
 from confide.finetune.statistics import write_public_statistics
+from confide.finetune.tuned import FineTuned
 from confide.gradients.keys import Keys
 from confide.merging.merge import merge
 from confide.merging.statistics import StatisticsFile, whole
@@ -383,13 +385,11 @@ def test_a_file_that_no_query_covers_is_refused(
 def test_free_text_doesnt_travel_with_statistics(
     base: PublicBase, make_task: MakeTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from confide.finetune import run
-
     def careless(path: Path, kind: str, origin: str, model: str, arrays: Any, source: str) -> None:
         about = {"format": "confide.statistics/1", "kind": kind, "origin": origin, "model": model}
         write_tensors(path, dict(arrays), about | {"source": source, "note": "patient 7 was odd"})
 
-    monkeypatch.setattr(run, "write_statistics", careless)
+    monkeypatch.setattr("confide.finetune.tuned.write_statistics", careless)
     tuned = tune(base, make_task(), release_statistics="grams")
     with pytest.raises(ReleaseError, match="no place in a release"):
         tuned.release(tmp_path / "release")

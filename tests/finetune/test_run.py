@@ -16,8 +16,10 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 import confide
 from confide.errors import ConfigError, ModelError, ReleaseError
 from confide.finetune import run
-from confide.finetune.run import FineTuned, PublicBase, finetune, plan, prepare
+from confide.finetune.base import PublicBase
+from confide.finetune.run import finetune, plan, prepare
 from confide.finetune.settings import Settings
+from confide.finetune.tuned import FineTuned
 from confide.gradients.keys import Keys
 from confide.models.backbones import load_classifier
 from confide.privacy.accountant import epsilon

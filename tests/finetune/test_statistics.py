@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from confide.errors import DataError
-from confide.finetune.run import PublicBase, finetune, prepare
+from confide.finetune.base import PublicBase
+from confide.finetune.run import finetune, prepare
 from confide.finetune.settings import Settings
 from confide.finetune.statistics import fisher, grams, write_public_statistics
 from confide.merging.merge import merge

@@ -11,7 +11,7 @@ import torch
 
 from confide.errors import ModelError
 from confide.finetune import upcycled
-from confide.finetune.run import PublicBase
+from confide.finetune.base import PublicBase
 from confide.finetune.upcycled import upcycle_base
 from confide.models.backbones import load_encoder
 

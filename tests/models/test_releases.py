@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from confide.errors import ModelError, ReleaseError
-from confide.finetune.run import FineTuned, PublicBase, finetune, prepare
+from confide.finetune.base import PublicBase
+from confide.finetune.run import finetune, prepare
 from confide.finetune.settings import Settings
+from confide.finetune.tuned import FineTuned
 from confide.merging.merge import merge
 from confide.models.releases import load_release
 from confide.release.hashes import file_hash

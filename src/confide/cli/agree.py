@@ -36,7 +36,7 @@ def agree(
     from confide import files
     from confide.errors import ConfigError
     from confide.finetune.agreement import agreement
-    from confide.finetune.run import PublicBase
+    from confide.finetune.base import PublicBase
     from confide.finetune.settings import Settings
 
     if out.exists():

@@ -97,8 +97,8 @@ def upcycle(
 ) -> None:
     """Make a mixture of experts out of a dense encoder; its outputs stay the same until it is trained."""
     from confide.errors import ReleaseError
+    from confide.finetune.base import PublicBase
     from confide.finetune.prepare import counter
-    from confide.finetune.run import PublicBase
     from confide.finetune.upcycled import upcycle_base
 
     numbers = _numbers(blocks)

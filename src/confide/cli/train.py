@@ -20,10 +20,11 @@ from confide.cli.train_options import read_options, stored
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+    from confide.finetune.base import PublicBase
     from confide.finetune.checkpoint import Unfinished
     from confide.finetune.folder import RunFolder
-    from confide.finetune.run import FineTuned, PublicBase
     from confide.finetune.settings import Settings
+    from confide.finetune.tuned import FineTuned
     from confide.privacy.ledger import Ledger
     from confide.privacy.statement import Statement
     from confide.release.format import Metric

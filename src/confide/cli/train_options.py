@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from confide.cli.output import spelled
 
 if TYPE_CHECKING:
-    from confide.finetune.run import PublicBase
+    from confide.finetune.base import PublicBase
     from confide.finetune.settings import Settings
     from confide.tasks.records import TaskData
 
@@ -44,8 +44,8 @@ def read_options(
         ConfigError, DataError, ModelError: names the option.
     """
     from confide.errors import ConfigError, ReleaseError
+    from confide.finetune.base import PublicBase
     from confide.finetune.idle import refuse_idle
-    from confide.finetune.run import PublicBase
     from confide.finetune.settings import Settings
     from confide.release.write import check_task_name
     from confide.tasks.files import read_task

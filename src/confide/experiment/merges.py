@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from confide.errors import DataError
 from confide.experiment.plan import MergePlan, PublicText
+from confide.finetune.base import PublicBase
 from confide.finetune.prepare import Prepared, score_test
-from confide.finetune.run import PublicBase
 from confide.finetune.statistics import public_statistics
 from confide.merging.merge import MergeReport, merge
 from confide.merging.operators import find

@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 
 from confide.experiment.plan import Plan
+from confide.finetune.base import PublicBase
 from confide.finetune.diagnostics import Diagnostics
 from confide.finetune.experts import chooses_by_entropy, routing_key, routing_texts
 from confide.finetune.prepare import Progress, RoutingKey, counter
 from confide.finetune.public_routing import public_routing
-from confide.finetune.run import FineTuned, PublicBase, public_units
+from confide.finetune.run import public_units
 from confide.finetune.settings import Settings
+from confide.finetune.tuned import FineTuned
 from confide.finetune.upcycled import Upcycled, upcycle_base
 from confide.models.backbones import load_encoder
 from confide.models.moe.selection import Selection

@@ -26,11 +26,13 @@ from confide.experiment.merges import (
 )
 from confide.experiment.mixtures import Routings, run_facts, upcycled
 from confide.experiment.plan import MergePlan, Plan, TaskPlan
+from confide.finetune.base import PublicBase
 from confide.finetune.memory import forget_peak, peak_bytes
 from confide.finetune.methods import schedule
 from confide.finetune.prepare import Prepared, Progress
-from confide.finetune.run import FineTuned, PublicBase, adapted_for, finetune, prepare, public_units
+from confide.finetune.run import adapted_for, finetune, prepare, public_units
 from confide.finetune.settings import Settings
+from confide.finetune.tuned import FineTuned
 from confide.finetune.upcycled import Upcycled
 from confide.geometry.drift import folder_drift
 from confide.models.backbones import load_classifier

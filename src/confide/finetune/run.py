@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-
-from confide import files
-from confide.errors import ConfigError, ModelError, ReleaseError
+from confide.errors import ConfigError
 from confide.finetune import methods, released
 from confide.finetune.agreement import agreed
+from confide.finetune.base import PublicBase
 from confide.finetune.binding import Anchor, Binding
 from confide.finetune.charge import charged
 from confide.finetune.checkpoint import Begun, Unfinished
-from confide.finetune.diagnostics import FILE_NAME, Diagnostics, check_diagnosable, diagnose, document
+from confide.finetune.diagnostics import check_diagnosable, diagnose
 from confide.finetune.experts import attach_experts, bind_experts, owners_for
 from confide.finetune.fingerprint import fingerprint
-from confide.finetune.loop import History, train
+from confide.finetune.loop import train
 from confide.finetune.memory import MICRO_BATCH, micro_batch_of
 from confide.finetune.precision import in_bfloat16
 from confide.finetune.prepare import (
@@ -33,7 +25,6 @@ from confide.finetune.prepare import (
     forward_of,
     loss_of,
     micro_batches,
-    scores_on_test,
     silent,
     targets,
 )
@@ -46,188 +37,26 @@ from confide.finetune.selfcheck import (
     check_rows_are_independent,
 )
 from confide.finetune.settings import Settings
+from confide.finetune.tuned import FineTuned
 from confide.gradients.keys import Keys
-from confide.merging.statistics import write_statistics
 from confide.models.adapters import Adapted, adapt, plain_state
 from confide.models.backbones import (
     Classifier,
     answer_in,
     load_classifier,
     positions_of,
-    resolve,
-    stored_names,
 )
-from confide.models.language import save_generation
-from confide.models.moe.export import is_adapter, write_adapter
-from confide.models.moe.families import refuse
-from confide.privacy import statement as statements
 from confide.privacy.calibration import resolve_delta
 from confide.privacy.composition import new_run, training_spending, training_statement
-from confide.privacy.statement import Base, Statement
 from confide.privacy.streams import Budget, Schedule
-from confide.release import agreement as agreements
-from confide.release.agreement import Agreement
 from confide.release.format import (
-    ADAPTER,
-    PREPROCESSOR,
-    STATISTICS,
     TEXT_CLASSES,
-    WEIGHTS,
-    Head,
-    Metric,
-    ReleaseInfo,
-    preprocessor,
 )
-from confide.release.hashes import base_hash, encoder_hash
-from confide.release.names import model_type
-from confide.release.tensors import Checkpoint, write_tensors
-from confide.release.write import check_task_name, write_release
+from confide.release.write import check_task_name
 from confide.tasks.records import TaskData
 
 if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
     from confide.privacy.ledger import Ledger
-
-
-@dataclass(frozen=True)
-class PublicBase:
-    """A base model on disk, named and hashed."""
-
-    folder: Path
-    identity: Base
-
-    @classmethod
-    def of(cls, name: str) -> PublicBase:
-        """Resolve a folder, `package:NAME` or hub id, and hash its encoder.
-
-        Raises:
-            ModelError: nothing is there, or it is a release, whose weights depend on records, or its family
-                can't be trained.
-        """
-        folder = resolve(name)
-        if (folder / statements.FILE_NAME).exists():
-            raise ModelError(
-                f"{name} is a release that states what it spent on records, not a public base; training "
-                "on it would leave that out of the claim. Train from the public model underneath"
-            )
-        refuse(model_type(folder))
-        # A release tells the world the model's name, not where it lies on its owner's machine.
-        public = folder.resolve().name if Path(name).expanduser().is_dir() else name
-        return cls(folder, Base(name=public, hash=base_hash(folder)))
-
-
-@dataclass(frozen=True)
-class FineTuned:
-    """A trained task model with what its statement needs.
-
-    Attributes:
-        schedule: as executed and charged.
-        history: private.
-        statement: the claim; the hashes of the weights are filled in when it is released.
-        unfinished: the run's keys and checkpoints on disk, private; None if there are none.
-        statistics: noisy, of the training records; released with the weights. None where none were asked.
-        agreement: what the run kept to; released with the weights.
-        owner: (rows,) which expert owns each training record; None where none is asked for. Private.
-        diagnostics: what the experts made of the records; None unless the settings ask. Private.
-    """
-
-    prepared: Prepared
-    adapted: Adapted
-    settings: Settings
-    schedule: Schedule
-    history: History
-    statement: Statement
-    unfinished: Unfinished | None = None
-    statistics: Released | None = None
-    agreement: Agreement | None = None
-    owner: npt.NDArray[np.int64] | None = None
-    diagnostics: Diagnostics | None = None
-
-    def score(self) -> float:
-        """Score on the test records. Not noised: for reports, never for a release."""
-        return self.scores()[self.prepared.task.metric]
-
-    def scores(self) -> dict[Metric, float]:
-        """The score, and of a language model those by its other metrics."""
-        return scores_on_test(self.prepared, self.adapted.classifier, self.adapted.first_block)
-
-    def release(
-        self, out: Path, *, key: Ed25519PrivateKey | None = None, overwrite: bool = False
-    ) -> Statement:
-        """Write the release folder; nothing appears unless all of it does. `key` signs the statement.
-
-        The run is finished then: its keys and checkpoints are destroyed, as noise could be subtracted with
-        them.
-        """
-        statement = write_release(
-            out,
-            save=self._save,
-            info=self.info(),
-            statement=self.statement,
-            key=key,
-            overwrite=overwrite,
-        )
-        if self.unfinished:
-            self.unfinished.destroy()
-        return statement
-
-    def keep_private(self, folder: Path) -> None:
-        """Write losses and clipped shares of every step, owners and diagnostics, for nobody else's eyes."""
-        lines = [json.dumps(_finite(dataclasses.asdict(step))) for step in self.history.steps]
-        files.write_text(folder / "steps.jsonl", "\n".join(lines) + "\n", private=True)
-        if self.owner is not None:
-            (layer,) = self.adapted.experts
-            files.write_json(
-                folder / "owners.json", {"layer": layer.name, "owner": self.owner.tolist()}, private=True
-            )
-        if self.diagnostics is not None:
-            files.write_json(folder / FILE_NAME, document(self.diagnostics), private=True)
-        folder.chmod(0o700)
-
-    def info(self) -> ReleaseInfo:
-        """What the release says about itself."""
-        task = self.prepared.task
-        head = Head(
-            task=task.name,
-            problem=self.adapted.classifier.problem,
-            labels=task.labels,
-            labels_from=task.labels_from,
-            metric=task.metric,
-            max_length=self.prepared.max_length,
-            tensors=self.adapted.classifier.head,
-        )
-        return ReleaseInfo(kind="model", encoder_prefix=self.adapted.classifier.prefix, heads=(head,))
-
-    def _save(self, folder: Path) -> None:
-        classifier = self.adapted.classifier
-        state = {**plain_state(self.adapted), **classifier.unused}
-        stored = stored_names(classifier, state)
-        write_tensors(folder / WEIGHTS, {name: tensor.numpy() for name, tensor in stored.items()})
-        classifier.model.config.architectures = [type(classifier.model).__name__]  # type: ignore[union-attr]
-        classifier.model.config.save_pretrained(folder)  # type: ignore[union-attr,operator]
-        save_generation(classifier.model, folder)
-        if classifier.tokenizer is None:
-            size, colours = classifier.problem.image_size, classifier.colours
-            assert size is not None
-            assert colours is not None
-            own = dict(zip(("image_mean", "image_std"), colours, strict=True))
-            files.write_json(folder / PREPROCESSOR, preprocessor(own, size))
-            return
-        try:
-            classifier.tokenizer.save_pretrained(folder)
-        except Exception as error:  # a full disk is a bare Exception in the tokenizers library
-            raise ReleaseError(f"can't write the tokenizer to {folder}: {error}") from error
-        if self.agreement:
-            files.write_json(folder / agreements.FILE_NAME, self.agreement.model_dump(mode="json"))
-        if is_adapter(self.adapted):
-            (folder / ADAPTER).mkdir()
-            write_adapter(self.adapted, folder / ADAPTER)
-        if self.statistics:
-            made = self.statistics
-            model = encoder_hash(Checkpoint.open(folder), classifier.prefix, self.adapted.head)
-            source = self.statement.spendings[0].dataset
-            write_statistics(folder / STATISTICS, made.kind, "released", model, made.arrays, source)
 
 
 def prepare(task: TaskData, base: PublicBase, max_length: int) -> Prepared:
@@ -475,8 +304,3 @@ def _statistics(
     )
     progress(f"statistics, {task.name}", 1, 1)
     return found
-
-
-def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN; a loss that isn't finite is written as null."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}

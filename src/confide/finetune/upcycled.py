@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from confide.finetune.base import PublicBase
 from confide.finetune.public_routing import batches
-from confide.finetune.run import PublicBase
 from confide.models.backbones import load_encoder
 from confide.models.moe import upcycle
 from confide.tasks.text import encode

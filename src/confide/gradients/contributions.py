@@ -120,7 +120,8 @@ class _Factored:
         if only is not None and only.left.shape[1] == 1 and rows.single:
             self.squares, self.slack = rows.sum(_squares(only.right) * _squares(only.left)), None
         elif only is not None and rows.single:
-            squares, slack = squared_norms(rows.gram(only.right), Gram.of(only.left).expand(len(only.right)))
+            left_gram = Gram.of(only.left).expand(len(only.right))
+            squares, slack = squared_norms(rows.gram(only.right), left_gram)
             self.squares, self.slack = rows.sum(squares), rows.sum(slack)
         else:
             right = [use.right for use in products] + [use.values for use in lookups]

@@ -115,7 +115,8 @@ def _is_scaling(call: Call, argument: Tensor, output: Any, watched: set[int]) ->
     inputs = factors[0] if factors[0] is argument else factors[1]
     if inputs is not argument or id(weight) not in watched:
         return False
-    return bool(weight.ndim < argument.ndim and weight.shape == argument.shape[argument.ndim - weight.ndim :])
+    trailing: torch.Size = argument.shape[argument.ndim - weight.ndim :]
+    return bool(weight.ndim < argument.ndim and weight.shape == trailing)
 
 
 @contextmanager
