@@ -79,7 +79,9 @@ def test_the_release_is_the_same_bits(
         folder, private = tmp_path / f"release-{asked}", tmp_path / f"private-{asked}"
         one.release(folder)
         one.keep_private(private)
-        contents[asked] = {path.name: path.read_bytes() for path in folder.iterdir()}
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        contents[asked] = {path.relative_to(folder): path.read_bytes() for path in files}
+        assert folder / "adapter" / "adapter_model.safetensors" in files
         assert (private / "diagnostics.json").exists() == asked
         assert [step.loss for step in one.history.steps] == [step.loss for step in tuned[True].history.steps]
     assert contents[True] == contents[False]
@@ -225,6 +227,7 @@ def test_norms_outlive_a_stop(
         ("one-stream", {"shared", "experts"}, True, False),
         ("one-clip", {"shared", "experts"}, True, False),
         ("shared-only", {"shared"}, False, False),
+        ("experts-only", {"experts"}, True, True),
         ("monolithic", {"shared", "experts"}, False, False),
         ("non-private", {"shared", "experts"}, True, True),
     ],
@@ -244,6 +247,8 @@ def test_variants_have_what_they_have(
     assert {role.role for role in found.roles} == roles
     assert (found.layer is not None, found.estimator is not None) == (layer, estimated)
     assert (found.stability is not None) == (tuned.owner is not None)
+    trained = sum(found.parameters.get(name, 0) for name in ("shared", "head", "experts"))
+    assert trained == sum(role.parameters for role in found.roles)
     if variant == "monolithic":
         experts = next(role for role in found.roles if role.role == "experts")
         assert experts.snr is not None

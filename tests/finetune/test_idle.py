@@ -61,6 +61,7 @@ def ask(**given: Any) -> None:
         (sparse("one-stream", record_power=2.0), "experts.record_power"),
         (sparse("experts-only", shared_share=0.5), "experts.shared_share"),
         ({**sparse("experts-only"), "clipping": "normalised"}, "clipping"),
+        ({**sparse("experts-only"), "learning_rate": 0.1}, "learning_rate"),
         ({**sparse("experts-only"), "trainable": {"blocks": 2}}, "trainable.blocks"),
         ({**sparse("raptor", clipping="flat"), "clipping_rate": 0.1}, "clipping_rate"),
     ],

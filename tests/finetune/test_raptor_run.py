@@ -199,6 +199,20 @@ def test_without_noise_nothing_is_claimed(
     assert not tuned.schedule.private
 
 
+@pytest.mark.parametrize("kind", ["all", "blocks"])
+def test_without_a_stream_of_experts_routers_and_experts_stay_frozen(
+    base: PublicBase, make_task: Callable[..., TaskData], kind: str
+) -> None:
+    settings = Settings.of(
+        {"method": "raptor", "trainable": {"kind": kind}, "experts": {"variant": "shared-only"}}
+    )
+    task = make_task()
+    classifier = load_classifier(base.folder, task.labels, seed=0)
+    adapted = run.adapted_for(task, classifier, settings)
+    assert any(".attention." in name for name in adapted.encoder)
+    assert not any(".mlp." in name for name in adapted.encoder)
+
+
 def test_a_corpus_with_a_private_text_is_refused(
     base: PublicBase, make_task: Callable[..., TaskData], corpus: Path
 ) -> None:

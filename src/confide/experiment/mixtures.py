@@ -124,9 +124,10 @@ def _record_facts(found: Diagnostics, blocks: tuple[int, ...]) -> RecordFacts:
         values["experts_share"] = experts.share[0], experts.share[-1]
     if found.estimator and found.simulated:
         scale = found.estimator.scale
-        gaps = np.abs(found.simulated.scale - scale) / found.simulated.scale_error
+        with np.errstate(divide="ignore", invalid="ignore"):  # draws of all records don't differ
+            gaps = np.abs(found.simulated.scale - scale) / found.simulated.scale_error
         values |= {"scales": (float(scale.min()), float(scale.max()))}
-        values |= {"scale_gap": float(np.nanmax(gaps)) if np.isfinite(gaps).any() else None}
+        values |= {"scale_gap": max((float(gap) for gap in gaps if np.isfinite(gap)), default=None)}
     if found.imbalance:
         values |= {"bias": found.imbalance.mean_bias, "bias_bound": found.imbalance.mean_bound}
     if found.stability:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -174,7 +174,7 @@ def diagnose(
         last = _votes(prepared, adapted, settings, [layer], rows)[layer.name]
         advance()
         before = first[layer.name]
-        drift = _distance(binding.parameters, start, adapted.encoder)
+        drift = _distance(binding.parameters, start, [n for n in adapted.encoder if n in start])
         found["stability"] = stability(before, halfway, last, drift)
         if set(stream.parameters) == set(adapted.expert_parameters):
             bound = [record.bound for record in history.steps if record.stream == stream.name]
@@ -198,7 +198,7 @@ def diagnose(
             for s in schedule.streams
         },
         peak_bytes=peak_bytes(),
-        parameters=_parameters(adapted, model),
+        parameters=_parameters(adapted, model, binding.parameters),
     )
 
 
@@ -354,13 +354,14 @@ def _counts(owner: npt.NDArray[Any], experts: int) -> tuple[int, ...]:
     return tuple(np.bincount(owner, minlength=experts).tolist())
 
 
-def _parameters(adapted: Adapted, model: nn.Module) -> dict[str, int]:
+def _parameters(adapted: Adapted, model: nn.Module, trained: Collection[str]) -> dict[str, int]:
     named = dict(model.named_parameters())
 
     def size(names: Sequence[str]) -> int:
-        return sum(named[name].numel() for name in names)
+        return sum(named[name].numel() for name in names if name in trained)
 
-    found = {"model": size(tuple(named)), "shared": size(adapted.encoder), "head": size(adapted.head)}
+    whole = sum(value.numel() for value in named.values())
+    found = {"model": whole, "shared": size(adapted.encoder), "head": size(adapted.head)}
     if adapted.experts:
         experts = sum(attached(layer).experts for layer in adapted.experts)
         found |= {

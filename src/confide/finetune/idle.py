@@ -111,6 +111,11 @@ def _experts(settings: Settings) -> list[tuple[tuple[str, ...], bool, str]]:
             variant != "experts-only",
             "a variant that trains more than experts",
         ),
+        (
+            ("learning_rate",),
+            variant != "experts-only" or own.learning_rate is None,
+            "a variant that trains more than experts, or experts without a rate of their own",
+        ),
         (("experts.layer",), chooses, "a variant that trains one layer's experts"),
         (("experts.public",), chooses and own.layer == "entropy", "a layer to choose by entropy"),
         (

@@ -84,7 +84,7 @@ def adapted_for(task: TaskData, classifier: Classifier, settings: Settings) -> A
     """The classifier with what is trained chosen; of the task only its texts are read, to compare them with
     a public corpus.
     """
-    layers = attach_experts(classifier, settings, task) if settings.method == "raptor" else ()
+    layers = attach_experts(classifier, settings, task) if settings.method == "raptor" else None
     return adapt(classifier, settings.trainable, settings.seed, layers)
 
 

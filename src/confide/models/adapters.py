@@ -79,13 +79,14 @@ class Adapted:
 
 
 def adapt(
-    classifier: Classifier, trainable: Trainable, seed: int, experts: Sequence[SparseLayer] = ()
+    classifier: Classifier, trainable: Trainable, seed: int, experts: Sequence[SparseLayer] | None = None
 ) -> Adapted:
     """Choose what is trained; everything else gets `requires_grad = False`.
 
     Args:
         experts: layers whose experts are attached, so that they are trained apart. Routers and the experts of
-            other layers then stay frozen.
+            other layers then stay frozen, also where none are attached. None of a method that knows no
+            experts.
         seed: fixes LoRA's initial A (B starts at zero, so the model is unchanged); public.
 
     Raises:
@@ -113,7 +114,7 @@ def adapt(
         encoder = tuple(name for name, _ in model.named_parameters() if name in wanted)
         lora = {f"{name}.weight": layer for name, layer in lora.items()}
     else:
-        sparse = sparse_layers(model) if experts else []
+        sparse = [] if experts is None else sparse_layers(model)
         apart = tuple(f"{layer.name}.{part}." for layer in sparse for part in ("experts", "router", "gate"))
         encoder = tuple(
             name
@@ -121,11 +122,11 @@ def adapt(
             if name not in head and _is_trained(name, trainable.kind, tops) and not name.startswith(apart)
         )
     first = {"head": count, "all": 0}.get(trainable.kind, lowest)
-    first = min([first, *(layer.number for layer in experts)])
+    first = min([first, *(layer.number for layer in experts or ())])
     trained = {*encoder, *head}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
-    return Adapted(classifier, encoder, head, first, lora, tuple(experts))
+    return Adapted(classifier, encoder, head, first, lora, tuple(experts or ()))
 
 
 def plain_state(adapted: Adapted) -> dict[str, Tensor]:

@@ -45,6 +45,8 @@ def test_capacity_covers_the_longest_sequence() -> None:
     assert {layer.router.expert_capacity for layer in sparse_layers(model)} == {200}
     harden(model, max_length=20)
     assert {layer.router.expert_capacity for layer in sparse_layers(model)} == {200}
+    built = FAMILIES["Switch"](expert_capacity=model.config.expert_capacity)  # as who loads a release does
+    assert {layer.router.expert_capacity for layer in sparse_layers(built)} == {200}
 
 
 def test_left_padding_with_a_capacity_is_refused() -> None:

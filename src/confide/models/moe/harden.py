@@ -69,6 +69,9 @@ def harden(
         _silence(module)
     for config in _configs(model):
         _silence_config(config)
+        if max_length is not None and hasattr(config, "expert_capacity"):
+            # Else a release, built from this, would drop tokens that training didn't.
+            config.expert_capacity = max(config.expert_capacity, max_length)
     for layer in layers:
         layer.router.requires_grad_(False)
 
