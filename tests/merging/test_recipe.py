@@ -199,7 +199,10 @@ def test_compat_sets_what_mergekit_does_unasked() -> None:
         (recipe("ties", {"wieght": 1}), r"models\[0\]\.parameters\.wieght: .* did you mean 'weight'"),
         (recipe("ties", {"lambda": 1}), r"models\[0\]\.parameters\.lambda: .* one lambda for all models"),
         (recipe("ties", {}, {"weight": 1}), r"models\[0\]: has no weight for tensor bert\."),
-        (recipe("ties", {"density": 2}), "parameters: density of operator ties must be between 0 and 1"),
+        (
+            recipe("ties", {"density": 2}),
+            r"models\[0\]\.parameters\.density: density of operator ties must be between 0 and 1",
+        ),
         (recipe("ties", {"density": "much"}), r"parameters\.density: needs a number, not 'much'"),
         (recipe("ties", {}, parameters={"rescale": True}), r"parameters\.rescale: .* takes no parameter"),
         (recipe("ties", {}, parameters={"normalize": 3.0}), r"parameters\.normalize: needs true or false"),
@@ -286,6 +289,39 @@ def test_models_that_a_recipe_cant_find(base: Path, tmp_path: Path) -> None:
         plan_recipe(read(file(tmp_path, text)), base)
     with pytest.raises(MergeError, match=r"recipe\.yaml:3: models: holds nothing but the base"):
         plan_recipe(read(file(tmp_path, text.replace("  - model: nowhere\n", ""))), base)
+
+
+def test_the_base_is_told_however_it_is_spelled(
+    base: Path, releases: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(base.parent)
+    spelled = f"./{base.name}/"
+    text = (
+        f"merge_method: average\nbase_model: {spelled}\nmodels: [{spelled}, {releases[0]}, {releases[1]}]\n"
+    )
+    report = write(plan_recipe(read(file(tmp_path, text)), base), tmp_path / "merged")
+    assert report.models == ("films", "tweets")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ("density: 2", r":7: models\[2\]\.parameters\.density: density of operator ties must be between"),
+        ("weight: much", r":7: models\[2\]\.parameters\.weight: needs a number, not 'much'"),
+        ("density: 0.5", r":4: models\[1\]: has no density for tensor bert\."),
+    ],
+)
+def test_a_models_wrong_setting_is_named_where_it_stands(
+    base: Path, releases: tuple[Path, Path], tmp_path: Path, parameters: str, message: str
+) -> None:
+    other = "" if parameters.startswith("density: 0") else "parameters: {density: 0.1, weight: 1}\n"
+    models = "".join(f"  - model: {model}\n" for model in (base, *releases))
+    text = (
+        f"merge_method: ties\nmodels:\n{models}"
+        f"    parameters:\n      {parameters}\nbase_model: {base}\n{other}"
+    )
+    with pytest.raises(MergeError, match=r"recipe\.yaml" + message):
+        plan_recipe(read(file(tmp_path, text)), base)
 
 
 def test_statistics_must_fit_the_operator(base: Path, releases: tuple[Path, Path], tmp_path: Path) -> None:

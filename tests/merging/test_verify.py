@@ -8,7 +8,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from confide.errors import MergeError
-from confide.merging.merge import merge
+from confide.merging.merge import merge, write
+from confide.merging.plan import plan_recipe
+from confide.merging.recipe import Model, Recipe
 from confide.merging.verify import rederive
 
 from .conftest import make_base
@@ -48,6 +50,17 @@ def test_a_report_that_tells_another_story(merged: Path, base: Path, releases: t
     report["tensors"][-1]["norm"] *= 1.01
     file.write_text(json.dumps(report))
     assert rederive(merged, releases, base, sample=1000).differing == (report["tensors"][-1]["name"],)
+
+
+def test_tasks_that_a_recipe_renamed(base: Path, releases: tuple[Path, Path], tmp_path: Path) -> None:
+    recipe = Recipe(
+        "ties", str(base), (Model(releases[0], task="tweets"), Model(releases[1], task="films"))
+    )  # each has the other one's name
+    write(plan_recipe(recipe, base), tmp_path / "renamed")
+    found = rederive(tmp_path / "renamed", releases[::-1], base, sample=1000)
+    assert found.differing == ()
+    with pytest.raises(MergeError, match="the merge is of tweets, films, but the inputs are films; name"):
+        rederive(tmp_path / "renamed", releases[:1], base)
 
 
 def test_other_inputs(merged: Path, base: Path, releases: tuple[Path, Path], tmp_path: Path) -> None:

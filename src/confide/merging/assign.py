@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from confide.errors import MergeError
@@ -93,19 +94,19 @@ def without_base(recipe: Recipe) -> Recipe:
 
 
 def is_base(recipe: Recipe, model: Model) -> bool:
-    """Whether a model of the recipe is its base, written the same way."""
-    return recipe.base is not None and str(model.path) == recipe.base
+    """Whether a model of the recipe is its base: the same path, however it is spelled."""
+    return recipe.base is not None and model.path == Path(recipe.base).expanduser()
 
 
 def _settings(recipe: Recipe, operator: Operator, name: str, depth: float) -> dict[str, Setting]:
     """All settings of one tensor."""
-    own = [model for model in recipe.models if not is_base(recipe, model)]
+    own = {n: model for n, model in enumerate(recipe.models) if not is_base(recipe, model)}
     shared = {key: _at(setting, name, depth) for key, setting in recipe.parameters.items()}
     words = {parameter.name: parameter for parameter in operator.parameters}
     given: dict[str, Any] = {}
     for word, meaning in [*MERGEKIT.items(), *((key, key) for key in words if key not in MERGEKIT)]:
         if isinstance(words.get(meaning), PerModel):
-            value = _each(recipe, word, name, [_own(model, word, name, depth, shared) for model in own])
+            value = _each(recipe, word, name, depth, own, shared)
         else:
             value = shared.get(word) if meaning in words else None
         if value is not None:
@@ -113,7 +114,7 @@ def _settings(recipe: Recipe, operator: Operator, name: str, depth: float) -> di
     if (normalize := shared.get("normalize")) is not None:
         given |= _normalised(recipe, operator, normalize)
     if operator.name == "task-arithmetic":
-        weights = _each(recipe, "weight", name, [_own(model, "weight", name, depth, shared) for model in own])
+        weights = _each(recipe, "weight", name, depth, own, shared)
         if weights is not None:  # a scale already, which λ multiplies
             factors = _listed(given.get("scale", 1.0), len(own))
             given["scale"] = tuple(w * f for w, f in zip(_listed(weights, len(own)), factors, strict=True))
@@ -126,10 +127,33 @@ def _settings(recipe: Recipe, operator: Operator, name: str, depth: float) -> di
         given |= _with_base(recipe, given, _listed(given.get("weights", 1.0), len(own)), of_base)
     if recipe.compat:
         _as_mergekit(recipe, operator, given)
-    try:
-        return operator.settings(given)
-    except MergeError as error:
-        raise recipe.wrong("parameters", str(error)) from None
+    for meaning, value in given.items():
+        try:
+            operator.settings({meaning: value})
+        except MergeError as error:
+            raise recipe.wrong(_place(recipe, operator, meaning, name, depth), str(error)) from None
+    return operator.settings(given)
+
+
+def _place(recipe: Recipe, operator: Operator, meaning: str, name: str, depth: float) -> str:
+    """The key at which a setting that can't be is written."""
+    words = [word for word in {**MERGEKIT, meaning: meaning} if MERGEKIT.get(word, word) == meaning]
+    written = [
+        (f"models[{number}].parameters.{word}", model.parameters[word])
+        for number, model in enumerate(recipe.models)
+        for word in words
+        if word in model.parameters
+    ]
+    written += [
+        (f"parameters.{word}", recipe.parameters[word]) for word in words if word in recipe.parameters
+    ]
+    for key, setting in written:
+        try:
+            if (value := _at(setting, name, depth)) is not None:
+                operator.settings({meaning: value})
+        except MergeError:
+            return key
+    return "parameters"
 
 
 def _with_base(
@@ -190,18 +214,33 @@ def _own(
     return shared.get(word) if value is None else value
 
 
-def _each(recipe: Recipe, word: str, name: str, values: Sequence[Value | None]) -> Setting | None:
-    """One value for all models, or one for each; None where none has one."""
-    missing = [number for number, value in enumerate(values) if value is None]
+def _each(
+    recipe: Recipe,
+    word: str,
+    name: str,
+    depth: float,
+    models: Mapping[int, Model],
+    shared: Mapping[str, Value | None],
+) -> Setting | None:
+    """One value for all models, or one for each; None where none has one.
+
+    Args:
+        models: by their place in the recipe.
+    """
+    values = {number: _own(model, word, name, depth, shared) for number, model in models.items()}
+    missing = [number for number, value in values.items() if value is None]
     if len(missing) == len(values):
         return None
     if missing:
         raise recipe.wrong(
             f"models[{missing[0]}]", f"has no {word} for tensor {name}, though another model has one"
         )
-    if any(isinstance(value, bool | str) for value in values):
-        raise recipe.wrong(f"parameters.{word}", f"needs a number, not {values[0]!r}")
-    numbers = tuple(float(value) for value in values if value is not None)
+    for number, value in values.items():
+        if isinstance(value, bool | str):
+            key = f"parameters.{word}"
+            key = f"models[{number}].{key}" if word in models[number].parameters else key
+            raise recipe.wrong(key, f"needs a number, not {value!r}")
+    numbers = tuple(float(value) for value in values.values() if value is not None)
     return numbers[0] if len(set(numbers)) == 1 else numbers
 
 

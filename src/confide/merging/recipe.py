@@ -1,6 +1,6 @@
 """Merge recipes: mergekit's YAML for what it covers, and confide's own keys beside it.
 
-Only reading happens here; what the settings mean for an operator is `merging.rules`. Every error names the
+Only reading happens here; what the settings mean for an operator is `merging.assign`. Every error names the
 file, the line and the key.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -125,7 +125,14 @@ class Recipe:
 
     def wrong(self, key: str, message: str) -> MergeError:
         """The error about a key; it points at the line, where the recipe came from a file."""
-        return MergeError(f"{self.where.get(key, '')}{key}: {message}")
+        return MergeError(f"{self.where.get(_nearest(key, self.where), '')}{key}: {message}")
+
+
+def _nearest(key: str, known: Collection[str]) -> str:
+    """The key itself, or what it lies in."""
+    while key and key not in known:
+        key = re.sub(r"(\.[^.\[\]]*|\[\d+\]|^[^.\[\]]*)$", "", key)
+    return key
 
 
 def constant(value: Value) -> Setting:
@@ -189,10 +196,7 @@ class _Page:
                 self.note(value, inner)
 
     def where(self, key: str) -> str:
-        near = key
-        while near not in self.lines:
-            near = re.sub(r"(\.[^.\[\]]*|\[\d+\]|^[^.\[\]]*)$", "", near)
-        return f"{self.file}:{self.lines[near]}: "
+        return f"{self.file}:{self.lines[_nearest(key, self.lines)]}: "
 
     def wrong(self, key: str, message: str) -> MergeError:
         return MergeError(f"{self.where(key)}{key + ': ' if key else ''}{message}")

@@ -14,7 +14,7 @@ import numpy as np
 
 from confide.errors import MergeError
 from confide.merging.assign import Group
-from confide.merging.inputs import read_inputs
+from confide.merging.inputs import Input, read_inputs
 from confide.merging.merge import body
 from confide.merging.operators import find
 from confide.merging.plan import Plan, plan_inputs
@@ -61,7 +61,7 @@ def rederive(
 
     Args:
         folder: the merge.
-        inputs: what was merged, in any order; told apart by their tasks.
+        inputs: what was merged, in any order; told apart by their weights, or their tasks.
         base: folder of the public base.
         sample: how many tensors, drawn at random; those that no model changed are drawn too.
         seed: fixes the draw; None draws afresh, so that nobody knows what will be checked.
@@ -141,19 +141,9 @@ def _report(folder: Path) -> dict[str, Any]:
 def _plan(report: dict[str, Any], paths: Sequence[Path], base: Path, statistics: Sequence[Path]) -> Plan:
     """The plan of the merge that a report tells of."""
     public, inputs = read_inputs(paths, base, report["heads"])
-    by_tasks = {item.tasks: item for item in inputs}
-    named = [model["tasks"] for model in report["models"]]
-    if sorted(named) != sorted(by_tasks) or len(by_tasks) != len(inputs):
-        raise MergeError(
-            f"the merge is of {', '.join(named)}, but the inputs are {', '.join(by_tasks)}; name exactly "
-            "those"
-        )
+    ordered = _ordered(report, inputs)
     if report["base"]["hash"] != public.hash:
         raise MergeError(f"the merge's base is {report['base']['hash']}, and {base} is {public.hash}")
-    ordered = tuple(by_tasks[name] for name in named)
-    for model, item in zip(report["models"], ordered, strict=True):
-        if model["weights"] is not None and item.statement and model["weights"] != item.statement.weights:
-            raise MergeError(f"{item.path} holds other weights than those that were merged for {item.tasks}")
     vectors = TaskVectors(public.weights, [item.weights for item in ordered])
     groups = tuple(
         Group(_settings(group["parameters"]), tuple(group["tensors"])) for group in report["groups"]
@@ -169,6 +159,37 @@ def _plan(report: dict[str, Any], paths: Sequence[Path], base: Path, statistics:
         heads=report["heads"],
         disjoint=False,
     )
+
+
+def _ordered(report: dict[str, Any], inputs: Sequence[Input]) -> tuple[Input, ...]:
+    """The inputs in the report's order: told by their weights, without a statement by their tasks.
+
+    A recipe may have called a release's task something else, so that its name alone says nothing.
+    """
+    left = list(inputs)
+    found = []
+    for model in report["models"]:
+        same = [item for item in left if item.statement and model["weights"] == item.statement.weights]
+        same = same or [item for item in left if item.tasks == model["tasks"]]
+        if not same:
+            break
+        found.append(same[0])
+        left.remove(same[0])
+        if (
+            model["weights"] is not None
+            and same[0].statement
+            and model["weights"] != same[0].statement.weights
+        ):
+            raise MergeError(
+                f"{same[0].path} holds other weights than those that were merged for {model['tasks']}"
+            )
+    if left or len(found) < len(report["models"]):
+        named = ", ".join(model["tasks"] for model in report["models"])
+        raise MergeError(
+            f"the merge is of {named}, but the inputs are {', '.join(item.tasks for item in inputs)}; name "
+            "exactly those"
+        )
+    return tuple(found)
 
 
 def _settings(written: dict[str, Any]) -> dict[str, Any]:
