@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from confide.cli.main import main
+from confide.merging.merge import merge
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -60,6 +61,17 @@ def test_a_dry_run_tells_what_the_run_does(run: Run, recipe: Path, tmp_path: Pat
     assert planned["bytes"] == sum(line["bytes"] for line in planned["tensors"])
 
 
+def test_a_dry_run_tells_what_an_operator_of_matrices_leaves_alone(
+    run: Run, base: Path, releases: tuple[Path, Path], tmp_path: Path
+) -> None:
+    code, out, _ = run("merge", *releases, "--base", base, "--operator", "wudi", "--dry-run", "--json")
+    assert code == 0
+    report = merge(releases, base=base, operator="wudi", out=tmp_path / "merged")
+    rules = {line.name: line.rule for line in report.tensors}
+    assert {line["name"]: line["rule"] for line in json.loads(out)["tensors"]} == rules
+    assert {rule.split(":")[0] for rule in rules.values()} == {"wudi", "base"}
+
+
 def test_the_plan_for_people(run: Run, recipe: Path) -> None:
     code, out, _ = run("merge", recipe, "--dry-run")
     assert code == 0
@@ -99,7 +111,8 @@ def test_verify_merges_some_tensors_again(
     ("arguments", "message"),
     [
         (["{recipe}"], "name the folder to write with --out"),
-        (["{recipe}", "--out", "x", "--density", "0.1"], "is a recipe: write parameters and heads there"),
+        (["{recipe}", "--out", "x", "--density", "0.1"], "is a recipe: write the operator, parameters and"),
+        (["{recipe}", "--out", "x", "--operator", "average"], "is a recipe: write the operator, param"),
         (
             ["{recipe}", "--out", "x", "--memory", "lots"],
             "--memory is a size such as 5GB or 500MiB, not 'lots'",

@@ -34,7 +34,7 @@ def merge(
         typer.Option(help="The public base: a folder, a Hugging Face id or package:NAME. A recipe names it."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write; it must not exist.")] = None,
-    operator: Annotated[str, typer.Option(help=f"One of: {_OPERATORS}.")] = "ties",
+    operator: Annotated[str | None, typer.Option(help=f"One of: {_OPERATORS}; ties if left out.")] = None,
     density: Annotated[
         float | None, typer.Option(help="ties and pcb: part of each task vector that is kept.")
     ] = None,
@@ -128,7 +128,7 @@ def merge(
 def _plan(
     models: list[Path],
     base: str | None,
-    operator: str,
+    operator: str | None,
     parameters: dict[str, Any],
     statistics: list[Path],
     heads: list[str] | None,
@@ -143,8 +143,10 @@ def _plan(
 
     files, text = split(statistics)
     if recipes.is_recipe(models):
-        if parameters or heads:
-            raise MergeError(f"{models[0]} is a recipe: write parameters and heads there, not as options")
+        if operator or parameters or heads:
+            raise MergeError(
+                f"{models[0]} is a recipe: write the operator, parameters and heads there, not as options"
+            )
         recipe = recipes.read(models[0])
         named = base or recipe.base
         if named is None:
@@ -155,7 +157,7 @@ def _plan(
     plan = plan_models(
         models,
         base=resolve(base),
-        operator=operator,
+        operator=operator or "ties",
         parameters=parameters,
         statistics=files,
         heads=heads,

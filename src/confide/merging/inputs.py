@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -17,7 +18,7 @@ import numpy as np
 
 from confide.errors import MergeError
 from confide.merging.lora import Adapter, is_adapter
-from confide.merging.vectors import CHUNK, Encoder
+from confide.merging.vectors import CHUNK, Encoder, TaskVectors
 from confide.privacy import statement as statements
 from confide.privacy.composition import check
 from confide.privacy.statement import Base, Said, Statement
@@ -33,6 +34,9 @@ HEADS = ("classifier", "score")
 
 _OUTPUT = "lm_head.weight"
 _TIED = (_OUTPUT, "cls.predictions.decoder.weight")
+_CONV1D = frozenset({"gpt2", "imagegpt", "decision_transformer", "openai-gpt"})
+"""Families whose layers are transformers' Conv1D, which keeps its weight as (in, out)."""
+_TURNED = re.compile(r"\.(c_attn|q_attn|c_proj|c_fc)\.weight$")
 _LOGITS = ("classifier.out_proj.weight", "classifier.weight", "score.weight")
 _LONGEST = 512
 
@@ -54,6 +58,13 @@ class PublicBase:
     prefix: str
     weights: Encoder
     hash: str
+
+    @property
+    def turned(self) -> frozenset[str]:
+        """Weights of layers that are kept as (in, out), where all others are (out, in)."""
+        if self.family not in _CONV1D:
+            return frozenset()
+        return frozenset(name for name in self.weights.names if _TURNED.search(name))
 
 
 @dataclass(frozen=True)
@@ -128,6 +139,15 @@ def read_inputs(
     _check_base(inputs, public)
     _check_vocabulary(inputs, public.folder)
     return public, inputs
+
+
+def task_vectors(inputs: Sequence[Input], public: PublicBase) -> TaskVectors:
+    """What each model adds to the base.
+
+    Raises:
+        MergeError: a tensor that doesn't fit (`TaskVectors`).
+    """
+    return TaskVectors(public.weights, [item.weights for item in inputs], public.turned)
 
 
 def identity(inputs: Sequence[Input], public: PublicBase) -> Base:

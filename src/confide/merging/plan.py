@@ -9,7 +9,7 @@ from typing import Any
 
 from confide.errors import MergeError
 from confide.merging.assign import Group, groups_of, is_base, prepare, without_base
-from confide.merging.inputs import Input, PublicBase, identity, read_inputs, statement_of
+from confide.merging.inputs import Input, PublicBase, identity, read_inputs, statement_of, task_vectors
 from confide.merging.lora import Adapter
 from confide.merging.memory import CHUNKS, streaming
 from confide.merging.operators import find
@@ -108,7 +108,9 @@ class Plan:
                     "dtype": dtype,
                     "shape": list(shape),
                     "bytes": self.vectors.size(name) * STORAGE[dtype].itemsize,
-                    "rule": reason(self.vectors, name) or self.operator.name,
+                    "rule": reason(self.vectors, name)
+                    or self.operator.reason(self.vectors, self.statistics, name)
+                    or self.operator.name,
                     "settings": dict(settings.get(name, {})) if len(self.groups) > 1 else None,
                 }
             )
@@ -125,8 +127,9 @@ class Plan:
         needed += sum(item.weights.held for item in self.inputs if isinstance(item.weights, Adapter))
         if self.operator.takes != "matrices":
             return needed, "chunks of every model"
+        turned = self.vectors.turned
         matrices = [
-            (8 * (7 * shape[0] * shape[1] + 7 * shape[1] ** 2), name)
+            (8 * (7 * shape[0] * shape[1] + 7 * shape[0 if name in turned else 1] ** 2), name)
             for name in self.vectors.changed
             if self.operator.tensors.match(name, shape := self.vectors.base.shape(name))
         ]
@@ -175,7 +178,7 @@ def plan_models(
     chosen = find(operator)
     settings = chosen.settings(parameters or {})
     public, inputs = read_inputs(models, base, heads)
-    vectors = TaskVectors(public.weights, [item.weights for item in inputs])
+    vectors = task_vectors(inputs, public)
     groups = (Group(settings, vectors.names),)
     return plan_inputs(chosen, groups, public, inputs, vectors, statistics, dtype, heads, disjoint)
 
@@ -207,7 +210,7 @@ def plan_recipe(
     public, inputs = read_inputs(
         [model.path for model in own.models], base, recipe.heads, [model.task for model in own.models]
     )
-    vectors = TaskVectors(public.weights, [item.weights for item in inputs])
+    vectors = task_vectors(inputs, public)
     prefix = next((item.prefix for item in inputs), "")
     operator, groups = groups_of(recipe, vectors.names, prefix)
     files = [*statistics, *_statistics_of(recipe, own.models)]

@@ -79,7 +79,7 @@ class Encoder:
 
 
 class Matrices(Sequence[npt.NDArray[np.float64]]):
-    """D_t of one 2-D tensor, or of some of its rows: T matrices (out, in) float64, read when asked for."""
+    """D_t of one layer, or of some of its outputs: T matrices (out, in) float64, read when asked for."""
 
     def __init__(self, vectors: TaskVectors, name: str, start: int, stop: int) -> None:
         self._vectors, self._name = vectors, name
@@ -96,11 +96,17 @@ class Matrices(Sequence[npt.NDArray[np.float64]]):
         base, model = self._vectors.base, self._vectors.models[range(len(self))[index]]
         difference = self._read(model)
         difference -= self._read(base)
-        return difference.reshape(-1, base.shape(self._name)[1])
+        return difference
 
     def _read(self, weights: Weights) -> npt.NDArray[np.float64]:
-        width = weights.shape(self._name)[1]
-        values = weights.read(self._name, self._start * width, self._stop * width).astype(np.float64)
+        """(stop − start, in)"""
+        height, width = weights.shape(self._name)
+        turned = self._name in self._vectors.turned
+        start, stop = (0, height) if turned else (self._start, self._stop)
+        values = weights.read(self._name, start * width, stop * width).astype(np.float64)
+        values = values.reshape(-1, width)
+        if turned:
+            values = np.ascontiguousarray(values[:, self._start : self._stop].T)
         if not np.isfinite(values).all():
             raise MergeError(not_finite(self._name, weights))
         return values
@@ -117,18 +123,22 @@ class TaskVectors:
         names: floating-point tensors that the models have, sorted.
         buffers: integer tensors; equal everywhere.
         absent: tensors of the base that no model has (a pooler that the classifier doesn't use).
+        turned: 2-D tensors that are kept as (in, out), where all others are (out, in).
 
     Raises:
         MergeError: no models; a tensor missing, unexpected, of another shape or kind; integer buffers that
             differ. The message names the tensor, the models and both shapes.
     """
 
-    def __init__(self, base: Weights, models: Sequence[Weights]) -> None:
+    def __init__(
+        self, base: Weights, models: Sequence[Weights], turned: Collection[str] = frozenset()
+    ) -> None:
         if not models:
             raise MergeError("a merge needs at least one model")
         self.base = base
         self.models = tuple(models)
         self.count = len(models)
+        self.turned = turned
         self.chunk = CHUNK
         present = {name for model in models for name in model.names}
         self.absent = tuple(sorted(name for name in base.names if name not in present))
@@ -208,8 +218,8 @@ class TaskVectors:
         return base, vectors
 
     def matrices(self, name: str, blocks: int = 1) -> list[Matrices]:
-        """A 2-D tensor whole, or cut into blocks of as many rows each, if that is possible."""
-        rows = self.base.shape(name)[0]
+        """A layer whole, or cut into blocks of as many outputs each, if that is possible."""
+        rows = self.base.shape(name)[1 if name in self.turned else 0]
         size = rows // blocks if rows % blocks == 0 else rows
         return [Matrices(self, name, start, start + size) for start in range(0, rows, max(size, 1))]
 

@@ -14,13 +14,12 @@ import numpy as np
 
 from confide.errors import MergeError
 from confide.merging.assign import Group
-from confide.merging.inputs import Input, read_inputs
+from confide.merging.inputs import Input, read_inputs, task_vectors
 from confide.merging.merge import body
 from confide.merging.operators import find
 from confide.merging.plan import Plan, plan_inputs
 from confide.merging.statistics import Kind
 from confide.merging.stream import TensorLine
-from confide.merging.vectors import TaskVectors
 from confide.release.format import STATISTICS
 from confide.release.tensors import Checkpoint, decode
 from confide.release.write import MERGE_REPORT
@@ -144,7 +143,7 @@ def _plan(report: dict[str, Any], paths: Sequence[Path], base: Path, statistics:
     ordered = _ordered(report, inputs)
     if report["base"]["hash"] != public.hash:
         raise MergeError(f"the merge's base is {report['base']['hash']}, and {base} is {public.hash}")
-    vectors = TaskVectors(public.weights, [item.weights for item in ordered])
+    vectors = task_vectors(ordered, public)
     groups = tuple(
         Group(_settings(group["parameters"]), tuple(group["tensors"])) for group in report["groups"]
     ) or (Group(_settings(report["parameters"]), vectors.names),)

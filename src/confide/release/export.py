@@ -77,7 +77,7 @@ def export(
 
     def save(side: Path) -> None:
         write_shards(side, tensors, shard_size)
-        files.write_json(side / "config.json", _config(folder, head))
+        files.write_json(side / "config.json", task_config(folder, head))
         copy_reader(folder, side, head)
 
     whole = format.ReleaseInfo(kind="model", encoder_prefix=info.encoder_prefix, heads=(head,))
@@ -117,7 +117,12 @@ def _stored(checkpoint: Checkpoint, name: str) -> Values:
     return checkpoint.dtype(name), checkpoint.shape(name), pieces()
 
 
-def _config(folder: Path, head: format.Head) -> dict[str, Any]:
+def task_config(folder: Path, head: format.Head) -> dict[str, Any]:
+    """What config.json says of a merge's model with one head on top.
+
+    Args:
+        folder: the merge, whose own config.json is of the plain body.
+    """
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     said = format.head_config(head)
     family = str(config.get("model_type"))

@@ -7,7 +7,7 @@ import pytest
 
 from confide.errors import MergeError
 from confide.merging.operators import find
-from confide.merging.stream import merge_arrays
+from confide.merging.stream import merge_arrays, merge_tensor
 from confide.merging.vectors import Arrays, TaskVectors
 
 from .helpers import merge_vectors
@@ -89,3 +89,19 @@ def test_ranks_are_in_the_report() -> None:
     assert rule.facts == {"a": {"rank": [4]}}
     assert rule.label("a") is None
     assert rule.label("b") == "mean: actmat merges 2-D tensors with sides under 20,000"
+
+
+def test_layers_that_are_kept_as_in_by_out() -> None:
+    """GPT-2's Conv1D: the Gram is over the layer's inputs, which are the rows there."""
+    rng = np.random.default_rng(0)
+    wide, packed = "h.0.mlp.c_fc.weight", "h.0.attn.c_attn.weight"
+    vectors = [{wide: rng.normal(size=(7, 4)), packed: rng.normal(size=(9, 4))} for _ in range(2)]
+    kept = [Arrays(str(n), {name: d.T for name, d in each.items()}) for n, each in enumerate(vectors)]
+    base = Arrays("base", {wide: np.zeros((4, 7)), packed: np.zeros((4, 9))})
+    task = TaskVectors(base, kept, {wide, packed})
+    rule = find("actmat").prepare(task, {})
+    whole = formula([each[wide] for each in vectors])
+    thirds = [formula([each[packed][start : start + 3] for each in vectors]) for start in (0, 3, 6)]
+    for name, expected in ((wide, whole), (packed, np.concatenate(thirds))):
+        merged = np.concatenate(list(merge_tensor(task, name, rule, "actmat", lambda line: None)))
+        np.testing.assert_allclose(merged.reshape(base.shape(name)), expected.T, rtol=1e-7, atol=1e-9)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -67,6 +68,8 @@ def test_what_apply_writes_is_a_release(
     from transformers import AutoModelForSequenceClassification
 
     applied = apply(merged, packed[1], out=tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == ["BertForSequenceClassification"]
     statement = verify(tmp_path / "out")
     composition.check(statement)
     assert statement == applied.statement

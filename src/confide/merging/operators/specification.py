@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -24,7 +25,7 @@ Kernel = Callable[[Vector, int], Vector]
 It may not change its argument; its answer may be changed, and holds until the next call."""
 
 _LONGEST_SIDE = 20_000
-_NO_LINEAR_WEIGHT = re.compile(r"embed|pooler|relative_attention_bias")
+_NO_LINEAR_WEIGHT = re.compile(r"embed|pooler|relative_attention_bias|(^|\.)(wte|wpe|shared|lm_head)\.")
 _PACKED_QKV = re.compile(r"(^|\.)(Wqkv|qkv|in_proj)(\.|_)weight$")
 
 
@@ -142,6 +143,16 @@ class Operator:
         rule: Rule = self.function(vectors, *given, **arguments)
         return rule
 
+    def reason(self, vectors: TaskVectors, statistics: Sequence[Statistics], name: str) -> str | None:
+        """Why an operator of matrices gives a tensor what the others get; None if it merges it."""
+        if self.takes != "matrices":
+            return None
+        if not self.tensors.match(name, vectors.base.shape(name)):
+            return f"{self.others}: {self.name} merges {self.tensors.about}"
+        if statistics and name not in statistics[0].names:
+            return f"{self.others}: no statistics of it were given"
+        return None
+
     def _each(self, name: str, arguments: Mapping[str, Any], count: int) -> Any:
         values = np.atleast_1d(np.asarray(arguments[name], float))
         if values.size not in (1, count):
@@ -152,27 +163,24 @@ class Operator:
         self, vectors: TaskVectors, arguments: Mapping[str, Any], statistics: Sequence[Statistics]
     ) -> Rule:
         known: dict[str, Any] = {}
-
-        def reason(name: str) -> str | None:
-            if not self.tensors.match(name, vectors.base.shape(name)):
-                return f"{self.others}: {self.name} merges {self.tensors.about}"
-            if statistics and name not in statistics[0].names:
-                return f"{self.others}: no statistics of it were given"
-            return None
+        reason = partial(self.reason, vectors, statistics)
 
         def kernel(name: str) -> Kernel:
             if reason(name):
                 return _mean if self.others == "mean" else _nothing
-            blocks = 3 if self.splits_qkv and _PACKED_QKV.search(name) else 1
+            turned = name in vectors.turned
+            packed = _PACKED_QKV.search(name) or (turned and "c_attn" in name)
+            blocks = 3 if self.splits_qkv and packed else 1
             given = (Whole(statistics, name),) if self.needs else ()
             merged, found = [], []
             for matrices in vectors.matrices(name, blocks):
                 values, facts = self.function(matrices, *given, **arguments)
-                merged.append(values.ravel())
+                merged.append(values)
                 found.append(facts)
             if found[0]:
                 known[name] = {key: [facts[key] for facts in found] for key in found[0]}
-            answer = np.concatenate(merged)
+            whole = np.concatenate(merged)
+            answer = (whole.T if turned else whole).ravel()
             return lambda chunk, start: answer[start : start + chunk.shape[1]]
 
         return Rule(kernel, known, reason)

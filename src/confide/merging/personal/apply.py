@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,8 @@ from confide.merging.personal.similarity import normalised
 from confide.merging.vectors import CHUNK
 from confide.privacy.statement import Statement
 from confide.release import format
-from confide.release.format import Head, ReleaseInfo, head_config
+from confide.release.export import task_config
+from confide.release.format import Head, ReleaseInfo
 from confide.release.tensors import FLOATS, Values, encode, write_tensors
 from confide.release.tensors import decode as values_of
 from confide.release.write import copy_reader, write_release
@@ -199,7 +199,7 @@ def _write(
         for name, (dtype, shape, stored) in heads.items():
             tensors[name] = (dtype, shape, [stored])
         write_tensors(folder / format.WEIGHTS, tensors)
-        files.write_json(folder / "config.json", _config(merge.path, head))
+        files.write_json(folder / "config.json", task_config(merge.path, head))
         copy_reader(merge.path, folder, head)
 
     return write_release(
@@ -230,13 +230,3 @@ def _values(merge: Opened, name: str, layers: Sequence[tuple[float, Coded]]) -> 
 
 def _block_rows(width: int) -> int:
     return max(1, 8 * CHUNK // width)
-
-
-def _config(merged: Path, head: Head) -> Mapping[str, Any]:
-    """The base's architecture with a classifier of these labels on top."""
-    try:
-        config = json.loads((merged / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        raise MergeError(f"{merged / 'config.json'} can't be read") from None
-    config.pop("architectures", None)  # it names the plain encoder
-    return {**config, **head_config(head)}
