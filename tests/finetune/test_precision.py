@@ -13,12 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
 from confide.errors import ConfigError, ModelError
 from confide.finetune import run
 from confide.finetune.base import PublicBase
 from confide.finetune.loop import History, train
-from confide.finetune.precision import Shape, check_every_place, halved, refuse_experts
+from confide.finetune.precision import Shape, check_every_place, halved, refuse_experts, width_and_room
 from confide.finetune.prepare import forward_of
 from confide.finetune.run import finetune, prepare
 from confide.finetune.selfcheck import check_gradients
@@ -66,13 +67,14 @@ def test_packs_cover_rows_and_keep_units_whole(sizes: list[int], size: int) -> N
 
 
 def test_the_shape_follows_from_public_numbers() -> None:
-    assert Shape.of(64, tokens=8192, expected=1024, rows_per_unit=1) == Shape(128, 64)
-    assert Shape.of(64, tokens=8192, expected=15, rows_per_unit=1) == Shape(23, 64)
-    assert Shape.of(512, tokens=1024, expected=100, rows_per_unit=8) == Shape(8, 512)
-    batch = Shape(2, 9).batch(Encoded(np.arange(15, dtype=np.int32), np.array([0, 4, 15]), 0))
+    assert Shape.of(64, 63, tokens=8192, expected=1024, rows_per_unit=1) == Shape(128, 64, 63)
+    assert Shape.of(64, 63, tokens=8192, expected=15, rows_per_unit=1) == Shape(23, 64, 63)
+    assert Shape.of(512, 512, tokens=1024, expected=100, rows_per_unit=8) == Shape(8, 512, 512)
+    batch = Shape(2, 9, 8).batch(Encoded(np.arange(24, dtype=np.int32), np.array([0, 4, 15, 24]), 0))
     assert batch(np.array([0]))["input_ids"].shape == (1, 9)
-    with pytest.raises(ModelError, match="more than 9 tokens"):
-        batch(np.array([0, 1]))
+    for row in (1, 2):
+        with pytest.raises(ModelError, match="more than 8 tokens"):
+            batch(np.array([0, row]))
 
 
 @pytest.mark.parametrize(
@@ -127,7 +129,7 @@ def test_every_micro_batch_has_one_shape(
 
     monkeypatch.setattr(run, "train", watched)
     tuned = tune(tiny_base, make_task(), trainable=trainable, steps=3)
-    assert set(shapes) == {(23, 1 if trainable["kind"] == "head" else 20)}
+    assert set(shapes) == {(23, {"head": 1, "lora": 20, "all": 21}[trainable["kind"]])}
     assert len(shapes) >= 3
     assert {p.dtype for p in tuned.adapted.classifier.model.parameters()} == {torch.float32}  # type: ignore[union-attr]
     assert all(np.isfinite(step.loss) for step in tuned.history.steps)
@@ -153,7 +155,7 @@ def test_a_row_that_depends_on_its_place_is_refused(tiny: Classifier) -> None:
     inputs = encode(tiny.tokenizer, ["fine film", "a very dull plot"], 20)
     module, forward = forward_of(tiny, 0, inputs)
     half, parameters = halved(module, forward), dict(tiny.model.named_parameters())
-    shape = Shape(5, 20)
+    shape = Shape(5, 21, 20)
     check_gradients(tiny, module, half, parameters, inputs, 0.1)
     check_every_place(tiny, module, half, parameters, inputs, shape)
 
@@ -163,6 +165,33 @@ def test_a_row_that_depends_on_its_place_is_refused(tiny: Classifier) -> None:
 
     with pytest.raises(ModelError, match="depends on its place in the micro-batch"):
         check_every_place(tiny, module, placed, parameters, inputs, shape)
+
+
+def test_a_short_record_moves_no_other(tmp_path: Path, tiny_base: Path) -> None:
+    """Where nothing is padded a Llama leaves its mask out, and its attention rounds in another way."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=200,
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=128,
+        max_position_embeddings=33,
+        pad_token_id=0,
+    )
+    LlamaForSequenceClassification(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tiny_base).save_pretrained(tmp_path)
+    llama = load_classifier(tmp_path, ("neg", "pos"), seed=0)
+    inputs = encode(llama.tokenizer, ["fine film"], 32)
+    module, forward = forward_of(llama, 0, inputs)
+    half, parameters = halved(module, forward), dict(llama.model.named_parameters())
+    width, room = width_and_room(llama, inputs, 32)
+    check_every_place(llama, module, half, parameters, inputs, Shape(5, width, room))
+    with pytest.raises(ModelError, match="depends on its place in the micro-batch"):
+        check_every_place(llama, module, half, parameters, inputs, Shape(5, room, room))
+    with pytest.raises(ModelError, match="choose a max_length of 32"):
+        width_and_room(llama, inputs, 33)
 
 
 def test_experts_are_refused(sparse_base: Path, make_task: Callable[..., TaskData]) -> None:

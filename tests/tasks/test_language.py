@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.language import tokenizer_for
+from tokenizers import normalizers
 
 from confide.errors import DataError
 from confide.gradients.losses import IGNORED
@@ -82,6 +83,16 @@ def test_whatever_the_lengths_an_answer_has_room(prompt: int, answer: int, lengt
     assert ids[0] == tokenizer.bos_token_id
     kept = sum(one != IGNORED for one in asked)
     assert kept == min(said, max(length // 2, length - whole))
+
+
+def test_an_answer_to_a_prompt_without_a_token() -> None:
+    """As where a tokenizer drops spaces and puts nothing before a text."""
+    tokenizer = tokenizer_for("gpt2", TEXTS)
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.backend_tokenizer.normalizer = normalizers.Strip()
+    ids, asked = row(encode_language(tokenizer, [(" ", TEXTS[1])], 32, ANSWERS), 0)
+    assert ids == [*tokenizer(TEXTS[1])["input_ids"], tokenizer.eos_token_id]
+    assert asked == [*ids[1:], IGNORED]
 
 
 def test_an_answer_of_an_encoder_and_decoder() -> None:

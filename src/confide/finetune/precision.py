@@ -5,7 +5,8 @@ record's gradient by about a millionth. In bfloat16 it would be about a hundredt
 joins a draw would move the clipped gradients of all others a little, beyond what clipping bounds. So each
 micro-batch has the same rows and the same width, whatever was drawn, and what a row computes is then bitwise
 the same wherever it stands and whoever stands beside it. That is asked of the real model before training
-(`check_every_place`).
+(`check_every_place`). The width leaves room for padding in every row: where none has any, models leave their
+mask out, and attention is another kernel, so that one short record would move all others.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from confide.finetune.binding import Batch, Binding
 from confide.finetune.prepare import loss_of, made_up_targets
 from confide.finetune.selfcheck import check_gradients, rows_like
 from confide.gradients.engine import Engine
-from confide.models.backbones import Classifier
+from confide.models.backbones import Classifier, positions_of
 from confide.models.tail import Features, Source
 from confide.privacy.streams import Clipping, Schedule
 from confide.tasks.text import Encoded, packs
@@ -40,23 +41,25 @@ class Shape:
     Attributes:
         rows: how many.
         width: tokens of each, padding included.
+        room: most tokens of a record.
     """
 
     rows: int
     width: int
+    room: int
 
     @classmethod
-    def of(cls, width: int, *, tokens: int, expected: float, rows_per_unit: int) -> Shape:
+    def of(cls, width: int, room: int, *, tokens: int, expected: float, rows_per_unit: int) -> Shape:
         """As many rows as fit, or as are hardly ever exceeded by a draw; all of this is public.
 
         Args:
-            width: tokens of the longest record.
+            width, room: of every micro-batch.
             tokens: of a micro-batch.
             expected: mean number of units in a draw.
             rows_per_unit: the most rows of a unit.
         """
         drawn = math.ceil(expected + 2 * math.sqrt(expected)) * rows_per_unit
-        return cls(max(rows_per_unit, min(tokens // width, drawn)), width)
+        return cls(max(rows_per_unit, min(tokens // width, drawn)), width, room)
 
     def batch(self, inputs: Source) -> Callable[[npt.NDArray[np.int64]], Batch]:
         """Rows → inputs of this width. An image always has its own.
@@ -69,20 +72,33 @@ class Shape:
 
         def call(rows: npt.NDArray[np.int64]) -> Batch:
             batch = inputs.batch(rows, width=self.width)
-            if any(value.shape[1] != self.width for value in batch.values()):
+            too_wide = any(value.shape[1] != self.width for value in batch.values())
+            if too_wide or bool(batch["attention_mask"][:, self.room :].any()):
                 raise ModelError(
-                    f"a record has more than {self.width} tokens, the width of all micro-batches"
+                    f"a record has more than {self.room} tokens, for which all micro-batches have room"
                 )
             return batch
 
         return call
 
 
-def width_of(inputs: Source, max_length: int) -> int:
-    """Tokens of the longest record that there could be: public, unlike that of the longest there is."""
-    if isinstance(inputs, Features) and int(inputs.lengths.max(initial=1)) == 1:
-        return 1  # the pooler's input
-    return max_length
+def width_and_room(classifier: Classifier, inputs: Source, max_length: int) -> tuple[int, int]:
+    """Tokens of a micro-batch's rows, and of the longest record that there could be: public, unlike that of
+    the longest there is.
+
+    Raises:
+        ModelError: the model has no position left for padding.
+    """
+    if isinstance(inputs, Features):  # `Tail` never leaves its mask out
+        pooled = int(inputs.lengths.max(initial=1)) == 1
+        return (1, 1) if pooled else (max_length, max_length)
+    width = max_length + isinstance(inputs, Encoded)
+    if isinstance(inputs, Encoded) and positions_of(classifier.model, width) < width:
+        raise ModelError(
+            f"bfloat16 needs one position more than max_length, for padding, but the model has {max_length}; "
+            f"choose a max_length of {max_length - 1}"
+        )
+    return width, max_length
 
 
 def in_bfloat16(
@@ -102,8 +118,8 @@ def in_bfloat16(
         max_length: tokens of the longest record that there may be, public.
 
     Raises:
-        ModelError: the model has experts, or gives a row something else at another place; or the engine's
-            gradients are far from autograd's.
+        ModelError: the model has experts, has no position for padding, or gives a row something else at
+            another place; or the engine's gradients are far from autograd's.
     """
     refuse_experts(classifier.model)
     module, parameters = binding.module, binding.parameters
@@ -111,7 +127,7 @@ def in_bfloat16(
     if not schedule.private:
         return replace(binding, forward=forward)
     shape = Shape.of(
-        width_of(inputs, max_length),
+        *width_and_room(classifier, inputs, max_length),
         tokens=tokens,
         expected=max(stream.denominator for stream in schedule.streams),
         rows_per_unit=binding.units.rows_per_unit,
@@ -150,7 +166,8 @@ def check_every_place(
     """Put a made-up row first, in the middle and last in micro-batches of other rows.
 
     Its loss, and the norm of its gradient, must be bitwise the same: then rounding doesn't depend on who else
-    was drawn. The kernels don't look at values, so that a few rows say what holds for all.
+    was drawn. The kernels don't look at values, so that a few rows say what holds for all; but models look
+    whether any row is padded, so the row is as long as can be, and so are all others of one micro-batch.
 
     Raises:
         ModelError: they aren't.
@@ -158,8 +175,9 @@ def check_every_place(
     # The first pass is another one: there the engine finds out what acts entry by entry.
     places = [0, *sorted({0, shape.rows // 2, shape.rows - 1})]
     rng = np.random.default_rng(1)
-    low = min(_SHORTEST, shape.width)
-    lengths = rng.integers(low, shape.width + 1, 1 + len(places) * shape.rows)
+    low = min(_SHORTEST, shape.room)
+    lengths = rng.integers(low, shape.room + 1, 1 + len(places) * shape.rows)
+    lengths[0] = lengths[-shape.rows :] = shape.room
     rows = rows_like(classifier, inputs, lengths)
     engine = Engine(module, parameters)
     found = []

@@ -88,8 +88,9 @@ def _answered(tokenizer: Any, asked: Ids, said: Ids, max_length: int) -> tuple[I
     """
     asked = _last(tokenizer, asked, max_length - min(len(said), max_length // 2))
     said = said[: max_length - len(asked)]
-    # Output i is compared with token i + 1; the prompt's last one gives the answer's first.
-    return [*asked, *said], [*([IGNORED] * (len(asked) - 1)), *said, IGNORED]
+    ids, first = [*asked, *said], max(1, len(asked))
+    # Output i is compared with token i + 1; the prompt's last one gives the answer's first, if there is one.
+    return ids, [*([IGNORED] * (first - 1)), *ids[first:], IGNORED]
 
 
 def _translated(tokenizer: Any, texts: Sequence[Text], max_length: int, start: int) -> Encoded:
