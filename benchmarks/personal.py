@@ -9,10 +9,10 @@ Rows: the merge, a personal file at each budget, each task's own model. Files th
 different budgets (of a model that differs from the merge in few tensors) are scored once. Scores are on the
 study's test records, not noised. `--json` prints the same as JSON.
 
-`--unseen`: the other tasks' models are merged, and their personal files (at the first budget) are fused by how
-similar their descriptions are to the left-out task's. That task is scored under its own model's head, and under
-the head that the study trained on the untouched base, as `confide train --trainable head` does. `mean`: the same
-with equal weights.
+`--unseen`: the other tasks' models are merged, and their personal files (at the first budget) are fused by
+how similar their descriptions are to the left-out task's. That task is scored under its own model's head,
+and under the head that the study trained on the untouched base, as `confide train --trainable head` does.
+`mean`: the same with equal weights.
 """
 
 from __future__ import annotations
