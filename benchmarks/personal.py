@@ -2,11 +2,17 @@
 
     confide run examples/quickstart.yaml --out runs/quickstart
     python benchmarks/personal.py runs/quickstart --method dp-merging
+    python benchmarks/personal.py runs/quickstart --unseen     each task left out once
     python benchmarks/personal.py --speed      seconds for 110 million parameters, and the error of the codes
 
 Rows: the merge, a personal file at each budget, each task's own model. Files that come out the same under
 different budgets (of a model that differs from the merge in few tensors) are scored once. Scores are on the
 study's test records, not noised. `--json` prints the same as JSON.
+
+`--unseen`: the other tasks' models are merged, and their personal files (at the first budget) are fused by
+how similar their descriptions are to the left-out task's. That task is scored under its own model's head,
+and under the head that the study trained on the untouched base, as `confide train --trainable head` does.
+`mean`: the same with equal weights.
 """
 
 from __future__ import annotations
@@ -17,6 +23,7 @@ import os
 import platform
 import tempfile
 import time
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,6 +32,13 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
 import numpy as np
+
+DESCRIPTIONS = {
+    "rotten-tomatoes": "Whether a sentence of a film review is positive or negative",
+    "tweets": "Whether a tweet is positive or negative",
+    "brown-genre": "The genre of a passage of American prose: news, fiction, religion, science and so on",
+    "icd-chapter": "The chapter of the international classification of diseases that a diagnosis belongs to",
+}
 
 
 def score(release: Path, task: str, records: int) -> float:
@@ -66,6 +80,39 @@ def table(run: Path, method: str, budgets: list[float], records: int, folder: Pa
     return rows
 
 
+def unseen(run: Path, method: str, budget: float, records: int, folder: Path) -> Iterator[dict[str, Any]]:
+    """A row for each left-out task and each head: weights of the other tasks' files, and scores."""
+    from confide.merging.merge import merge
+    from confide.merging.personal.apply import fuse
+    from confide.merging.personal.pack import pack
+    from confide.merging.personal.similarity import cosines
+    from confide.models.backbones import resolve
+    from confide.models.embeddings import embed
+    from confide.privacy.statement import load, parse
+
+    models = {path.name: path for path in sorted((run / f"models/{method}/seed-0").iterdir())}
+    first = next(iter(models.values()))
+    base = resolve(parse(load(first), str(first)).base.name)
+    vectors = dict(zip(models, embed(base, [DESCRIPTIONS[task] for task in models]), strict=True))
+    for left in models:
+        others = {task: model for task, model in models.items() if task != left}
+        merged = folder / f"without-{left}"
+        merge(list(others.values()), base=base, operator="ties", out=merged, disjoint=True)
+        files = [folder / f"{left}-{task}.personal" for task in others]
+        for file, model in zip(files, others.values(), strict=True):
+            pack(merged, model, out=file, budget=budget)
+        similar = cosines(vectors[left], [vectors[task] for task in others])
+        for trained in (method, "pretrained"):
+            head = run / f"models/{trained}/seed-0/{left}"
+            row: dict[str, Any] = {"task": left, "head": trained, "its own model": score(head, left, records)}
+            weights = {"merge": (0.0,) * len(files), "mean": (1.0,) * len(files), "fused": similar}
+            for what, similarities in weights.items():
+                out = folder / f"{left}-{trained}-{what}"
+                applied = fuse(merged, files, head=head, similarities=similarities, out=out, disjoint=True)
+                row[what] = score(out, left, records)
+            yield row | {"weights": dict(zip(others, np.round(applied.weights, 3).tolist(), strict=True))}
+
+
 def speed() -> list[dict[str, Any]]:
     """Seconds on this thread to choose and code tensors of BERT base's shapes, and what the codes lose."""
     from confide.merging.personal.factors import factors, spectrum
@@ -103,6 +150,7 @@ def main() -> None:
     parser.add_argument("--method", default="dp-merging")
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.0025, 0.005, 0.01, 0.02])
     parser.add_argument("--records", type=int, default=1000, help="test records a task, at most")
+    parser.add_argument("--unseen", action="store_true", help="leave each task out once")
     parser.add_argument("--speed", action="store_true")
     parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args()
@@ -114,7 +162,11 @@ def main() -> None:
         rows = speed()
     else:
         with tempfile.TemporaryDirectory() as folder:
-            rows = table(chosen.run, chosen.method, chosen.budgets, chosen.records, Path(folder))
+            about = (chosen.run, chosen.method)
+            if chosen.unseen:
+                rows = list(unseen(*about, chosen.budgets[0], chosen.records, Path(folder)))
+            else:
+                rows = table(*about, chosen.budgets, chosen.records, Path(folder))
     if chosen.json:
         print(json.dumps({"rows": rows, "versions": versions}))
         return

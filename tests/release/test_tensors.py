@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
+import os
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +20,7 @@ from safetensors.torch import load_file as load_torch
 from safetensors.torch import save_file as save_torch
 
 from confide.errors import ModelError
+from confide.release import tensors
 from confide.release.tensors import Checkpoint, decode, encode, write_tensors
 
 TENSORS = {
@@ -72,6 +77,44 @@ def test_written_bfloat16_is_torchs(tmp_path: Path) -> None:
     loaded = load_torch(tmp_path / "x.safetensors")["w"]
     assert loaded.dtype == torch.bfloat16
     assert torch.equal(loaded, torch.from_numpy(values).float().to(torch.bfloat16))
+
+
+def test_what_is_written_is_hashed_and_may_be_written_over(tmp_path: Path) -> None:
+    """Pieces that fit no buffer, and one array for all of them, as a kernel reuses it."""
+    sizes = [1, 200_000, 0, 131_072, 7, 1_300_001]
+    values = np.random.default_rng(0).normal(size=sum(sizes)).astype(np.float32)
+
+    def pieces() -> Iterator[np.ndarray]:
+        same = np.empty(max(sizes), np.float32)
+        start = 0
+        for size in sizes:
+            same[:size] = values[start : start + size]
+            start += size
+            yield same[:size]
+
+    given = {"w": ("F32", values.shape, pieces()), "x": np.array(3.0), "y": np.empty((0, 2), np.float32)}
+    path = tmp_path / "x.safetensors"
+    assert write_tensors(path, given) == "sha256:" + hashlib.sha256(path.read_bytes()).hexdigest()
+    loaded = load_file(path)
+    np.testing.assert_array_equal(loaded["w"], values)
+    assert (loaded["x"], loaded["x"].shape, loaded["y"].shape) == (3, (), (0, 2))
+
+
+def test_the_thread_that_writes_says_what_went_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tensors, "_send", full)
+    computed: list[int] = []
+
+    def pieces() -> Iterator[np.ndarray]:
+        for number in range(40):
+            computed.append(number)
+            yield np.zeros(1 << 18, np.float32)
+
+    with pytest.raises(OSError, match="No space left"):
+        write_tensors(tmp_path / "x.safetensors", {"w": ("F32", (40 << 18,), pieces())})
+    assert len(computed) < 40  # it stops soon after
 
 
 def test_shards(tmp_path: Path) -> None:

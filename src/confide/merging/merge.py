@@ -152,8 +152,8 @@ def _write(
     rule = plan.rule()
     lines: list[TensorLine] = []
 
-    def save(folder: Path) -> None:
-        _write_body(folder, plan, rule, lines, shard_size, progress)
+    def save(folder: Path) -> dict[str, str]:
+        hashes = _write_body(folder, plan, rule, lines, shard_size, progress)
         for item in plan.inputs:
             _write_heads(folder, item)
         _copy_base(folder, plan)
@@ -161,6 +161,7 @@ def _write(
         if plan.statement.agreement and own.exists():
             shutil.copyfile(own, folder / agreement.FILE_NAME)
         files.write_json(folder / MERGE_REPORT, _report(plan, rule, lines))
+        return hashes
 
     written = write_release(
         Path(out), save=save, info=plan.info, statement=plan.statement, key=key, overwrite=overwrite
@@ -224,7 +225,7 @@ def _write_body(
     lines: list[TensorLine],
     shard_size: int,
     progress: Callable[[int, int], None] | None,
-) -> None:
+) -> dict[str, str]:
     count = len(plan.vectors.base.names)
 
     def note(line: TensorLine) -> None:
@@ -232,7 +233,7 @@ def _write_body(
         if progress:
             progress(len(lines), count)
 
-    write_shards(folder, body(plan, rule, note), shard_size)
+    return write_shards(folder, body(plan, rule, note), shard_size)
 
 
 def _write_heads(folder: Path, item: Input) -> None:

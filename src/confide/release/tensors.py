@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import mmap
 import os
 import struct
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from confide.errors import ModelError
+from confide.threads import in_order
 
 Array = npt.NDArray[Any]
 Values = Array | tuple[str, tuple[int, ...], Iterable[Array]]
@@ -50,6 +52,8 @@ SHARD_SIZE = 5_000_000_000
 
 _LONGEST_HEADER = 100 << 20
 _PIECE = 1 << 20
+_FILLED = 1 << 19
+_SENT = 8 << 20
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -227,17 +231,21 @@ def dtype_of(array: Array) -> str:
     raise ModelError(f"an array of {array.dtype} can't be written to safetensors")
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Values], metadata: Mapping[str, str] = METADATA) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, Values], metadata: Mapping[str, str] = METADATA) -> str:
     """Write a safetensors file, header first, one tensor at a time.
 
     Every tensor's place is known from its dtype and shape, so its values may be an iterator that computes
-    them while the file is written. Not atomic: write into a side folder (`files.new_folder`).
+    them while the file is written: a thread hashes and writes what came before. Not atomic: write into a side
+    folder (`files.new_folder`).
 
     Args:
         path: the file; replaced if it exists.
         tensors: by name. Arrays of an iterator are in storage form (`encode`), of any shape; together they
             have exactly the tensor's size.
         metadata: a release carries the default one only.
+
+    Returns:
+        Hash of the file, as `hashes.file_hash` would find it.
 
     Raises:
         ModelError: a dtype that safetensors can't hold, or an iterator with too few or too many values.
@@ -252,22 +260,70 @@ def write_tensors(path: Path, tensors: Mapping[str, Values], metadata: Mapping[s
         offset += length
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(text)))
-        file.write(text)
-        for name in order:
-            dtype, shape = _declared(name, tensors[name])
-            written = 0
-            for part in _parts(tensors[name]):
-                if part.dtype != STORAGE[dtype]:
-                    raise ModelError(f"tensor {name}: values of {part.dtype} given for dtype {dtype}")
-                written += part.nbytes
-                file.write(np.ascontiguousarray(part).data)
-            if written != _length(dtype, shape):
-                raise ModelError(f"tensor {name}: {written} bytes given for shape {list(shape)} of {dtype}")
+    content = hashlib.sha256()
+    with open(path, "wb", buffering=0) as file:
+        unsent = 0
+
+        def put(filled: memoryview) -> memoryview:
+            nonlocal unsent
+            content.update(filled)
+            done = 0
+            while done < len(filled):
+                done += file.write(filled[done:])
+            unsent += done
+            if unsent >= _SENT:
+                _send(file.fileno(), unsent)
+                unsent = 0
+            return filled
+
+        put(memoryview(struct.pack("<Q", len(text)) + text))
+        free: list[memoryview] = []
+        for emptied in in_order(put, _filled(_bytes(order, tensors), free), threads=1):
+            if len(emptied) == _FILLED:
+                free.append(emptied)
+    return "sha256:" + content.hexdigest()
 
 
-def write_shards(folder: Path, tensors: Mapping[str, Values], limit: int = SHARD_SIZE) -> tuple[str, ...]:
+def _filled(parts: Iterable[memoryview], free: list[memoryview]) -> Iterator[memoryview]:
+    """The same bytes in buffers that are full, but for the last; those in `free` are used again."""
+    buffer, used = memoryview(b""), 0
+    for part in parts:
+        while part:
+            if used == len(buffer):
+                buffer, used = free.pop() if free else memoryview(bytearray(_FILLED)), 0
+            taken = part[: len(buffer) - used]
+            buffer[used : used + len(taken)] = taken
+            used, part = used + len(taken), part[len(taken) :]
+            if used == len(buffer):
+                yield buffer
+    if used < len(buffer):
+        yield buffer[:used]
+
+
+def _bytes(order: Sequence[str], tensors: Mapping[str, Values]) -> Iterator[memoryview]:
+    for name in order:
+        dtype, shape = _declared(name, tensors[name])
+        written = 0
+        for part in _parts(tensors[name]):
+            if part.dtype != STORAGE[dtype]:
+                raise ModelError(f"tensor {name}: values of {part.dtype} given for dtype {dtype}")
+            written += part.nbytes
+            yield np.ascontiguousarray(part).reshape(-1).view(np.uint8).data
+        if written != _length(dtype, shape):
+            raise ModelError(f"tensor {name}: {written} bytes given for shape {list(shape)} of {dtype}")
+
+
+def _send(descriptor: int, count: int) -> None:
+    """Let the system begin to move the last bytes to the disk: a sync at the end would wait for all of them.
+
+    POSIX has no call for it. On Linux this advice does it, and drops no page that is not on the disk yet.
+    """
+    if hasattr(os, "posix_fadvise"):
+        end = os.lseek(descriptor, 0, os.SEEK_CUR)
+        os.posix_fadvise(descriptor, end - count, count, os.POSIX_FADV_DONTNEED)
+
+
+def write_shards(folder: Path, tensors: Mapping[str, Values], limit: int = SHARD_SIZE) -> dict[str, str]:
     """Write a model's weights as transformers reads them: one file, or shards and their index.
 
     Args:
@@ -276,17 +332,19 @@ def write_shards(folder: Path, tensors: Mapping[str, Values], limit: int = SHARD
         limit: largest file in bytes; a tensor that is larger has a shard of its own.
 
     Returns:
-        Names of the files of weights.
+        Hash of each file of weights, by its name.
     """
     shards = plan_shards({name: _declared(name, values) for name, values in tensors.items()}, limit)
-    for file, names in shards.items():
-        write_tensors(folder / file, {name: tensors[name] for name in names})
+    hashes = {
+        file: write_tensors(folder / file, {name: tensors[name] for name in names})
+        for file, names in shards.items()
+    }
     if len(shards) > 1:
         total = sum(_length(*_declared(name, values)) for name, values in tensors.items())
         placed = {name: file for file, names in shards.items() for name in names}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    return tuple(shards)
+    return hashes
 
 
 def plan_shards(about: Mapping[str, tuple[str, tuple[int, ...]]], limit: int) -> dict[str, tuple[str, ...]]:

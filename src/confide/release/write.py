@@ -100,7 +100,7 @@ def check_task_name(name: str) -> None:
 def write_release(
     path: Path,
     *,
-    save: Callable[[Path], None],
+    save: Callable[[Path], Mapping[str, str] | None],
     info: ReleaseInfo,
     statement: Statement,
     key: Ed25519PrivateKey | None = None,
@@ -111,7 +111,8 @@ def write_release(
     Args:
         path: the folder to make.
         save: writes the model and its tokenizer (`save_pretrained`), or a merge's tensors, into the
-            folder that it is given; only files that `PROVENANCE` lists.
+            folder that it is given; only files that `PROVENANCE` lists. It returns the hashes of files that
+            it hashed while it wrote them (`tensors.write_tensors`), by their path in the folder.
         info: becomes confide.json.
         statement: becomes statement.json; the hashes of all other files are filled in here.
         key: signs the statement, and with it all files; None leaves it unsigned.
@@ -127,12 +128,12 @@ def write_release(
     for head in info.heads:
         check_task_name(head.task)
     with files.new_folder(Path(path), overwrite=overwrite) as side:
-        save(side)
+        known = save(side) or {}
         files.write_json(side / format.FILE_NAME, info.model_dump(mode="json"))
         signed_by = public_text(key) if key else None
         text = card.render(info, statement, signed_by, _merge_report(side), model_type(side))
         files.write_text(side / card.FILE_NAME, text)
-        hashes = _hashes(side)
+        hashes = _hashes(side, known)
         written = {
             "weights": {name: value for name, value in hashes.items() if _is_weights(name)},
             "files": {name: value for name, value in hashes.items() if not _is_weights(name)},
@@ -189,12 +190,12 @@ def verify(folder: Path) -> Statement:
     return statement
 
 
-def _hashes(folder: Path) -> dict[str, str]:
+def _hashes(folder: Path, known: Mapping[str, str]) -> dict[str, str]:
     """Hashes of all files. Weights go to the disk meanwhile, which the folder's sync would wait for later."""
     names = [name for name in _listed(folder) if name != statements.FILE_NAME]
     with ThreadPoolExecutor(1) as pool:
         synced = pool.map(files.sync, [folder / name for name in names if _is_weights(name)])
-        hashes = {name: file_hash(folder / name) for name in names}
+        hashes = {name: known.get(name) or file_hash(folder / name) for name in names}
         list(synced)  # raises what went wrong
     return hashes
 
