@@ -117,7 +117,11 @@ def _experts(settings: Settings) -> list[tuple[tuple[str, ...], bool, str]]:
             "a variant that trains more than experts, or experts without a rate of their own",
         ),
         (("experts.layer",), chooses, "a variant that trains one layer's experts"),
-        (("experts.public",), chooses and own.layer == "entropy", "a layer to choose by entropy"),
+        (
+            ("experts.public",),
+            own.diagnostics or (chooses and own.layer == "entropy"),
+            "a layer to choose by entropy, or diagnostics",
+        ),
         (
             ("experts.vote",),
             owned or (chooses and own.layer == "entropy"),
