@@ -8,7 +8,6 @@ import json
 import os
 import random
 import re
-import shutil
 import signal
 import struct
 import subprocess
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, GPT2Config
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import confide as library
 from confide.errors import ConfigError
@@ -220,19 +219,6 @@ def test_bad_option(train: Train, reviews: Path, tmp_path: Path, case: str) -> N
     message = train(reviews, *options).message()
     assert re.search(expected, message), message
     assert listing(tmp_path) == {"reviews.csv"}
-
-
-def test_a_decoder_is_no_base(train: Train, reviews: Path, tiny_base: Path, tmp_path: Path) -> None:
-    from transformers import GPT2LMHeadModel
-
-    folder = tmp_path / "gpt"
-    config = GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=1, n_positions=8)
-    GPT2LMHeadModel(config).save_pretrained(folder)
-    for file in tiny_base.glob("token*"):
-        shutil.copy(file, folder)
-    message = train(reviews, "--base", folder).message()
-    assert "gpt2" in message
-    assert not (tmp_path / "run").exists()
 
 
 def test_an_existing_folder_is_left_alone(train: Train, reviews: Path, tmp_path: Path) -> None:

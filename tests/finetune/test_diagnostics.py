@@ -100,7 +100,7 @@ def test_moments_are_those_of_single_records(
     base: PublicBase, make_task: Callable[..., TaskData], corpus: Path, train: str
 ) -> None:
     """Each record's gradient by autograd, alone; then its owner's part, clipped."""
-    tuned = tune(base, make_task(train=24), settings_of(corpus, train=train))
+    tuned = tune(base, make_task(train=24), settings_of(corpus, train=train, clipping="flat"))
     found = tuned.diagnostics
     assert found is not None
     assert found.estimator is not None
