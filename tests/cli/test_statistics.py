@@ -68,6 +68,9 @@ def test_public_and_released(
     assert report["statistics"] == [said, said]
     card = (tmp_path / "by-recipe/README.md").read_text()
     assert "weighs the models by public grams, of: 2 texts, public.txt." in card
+    stated = read_statement(tmp_path / "by-recipe")
+    check(stated)
+    assert "statistics of 2 texts, public.txt, which is public" in stated.assumptions[-1]
     inputs = [part for model in models for part in ("--input", model)]
     again = ("verify", tmp_path / "by-recipe", "--base", tiny_base, *inputs, "--statistics", corpus)
     assert confide(*again, "--sample", 1000, "--json").json()["checks"][-1]["result"] == "ok"

@@ -20,6 +20,7 @@ from confide.merging.plan import Plan, plan_models
 from confide.merging.recipe import DTYPES
 from confide.merging.stream import TensorLine, merge_tensor
 from confide.merging.vectors import CHUNK, Encoder
+from confide.privacy import words
 from confide.privacy.statement import Base, OwnersChecked, Statement
 from confide.release import agreement, format
 from confide.release.format import ReleaseInfo
@@ -164,7 +165,7 @@ def _write(
         return hashes
 
     written = write_release(
-        Path(out), save=save, info=plan.info, statement=plan.statement, key=key, overwrite=overwrite
+        Path(out), save=save, info=plan.info, statement=_stated(plan), key=key, overwrite=overwrite
     )
     return MergeReport(
         operator=plan.operator.name,
@@ -250,6 +251,15 @@ def _write_heads(folder: Path, item: Input) -> None:
                 for name, stored in weights.stored.items()
             },
         )
+
+
+def _stated(plan: Plan) -> Statement:
+    """The plan's statement, with what its statistics assume."""
+    sources = sorted({each.source for each in plan.statistics if each.origin == "public"})
+    if not sources or plan.statement.claim is None:
+        return plan.statement
+    assumed = (*plan.statement.assumptions, words.public_statistics(sources))
+    return plan.statement.model_copy(update={"assumptions": assumed})
 
 
 def _check_finite(name: str, weights: Encoder) -> None:

@@ -115,6 +115,14 @@ def disjointness(inputs: Sequence[tuple[str, ...]], checked: OwnersChecked | Non
     )
 
 
+def public_statistics(sources: Sequence[str]) -> str:
+    """What a merge assumes that weighs its models by statistics of a text that somebody calls public."""
+    return (
+        f"The models were weighed by statistics of {_list(tuple(sources))}, which is public: it holds no "
+        "record of the data sets above. If it does, the claim doesn't cover what they show of that record."
+    )
+
+
 def apart(statement: Statement) -> str:
     """What is said about the data sets of a merge, as the start of a sentence."""
     match statement.disjoint:
