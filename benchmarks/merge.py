@@ -26,7 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from confide.release.tensors import Values, encode, write_shards
+from confide.release.shards import Values, write_shards
+from confide.release.tensors import encode
 
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden": 64, "inner": 160, "layers": 2, "vocabulary": 256, "dtype": "F32", "shard": 10**6},

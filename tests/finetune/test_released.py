@@ -34,7 +34,8 @@ from confide.privacy.composition import check
 from confide.privacy.events import leaves
 from confide.privacy.ledger import Ledger
 from confide.privacy.units import UnitMap
-from confide.release.tensors import Checkpoint, write_tensors
+from confide.release.shards import write_tensors
+from confide.release.tensors import Checkpoint
 from confide.release.verify import examine
 from confide.release.write import verify
 from confide.tasks.records import TaskData

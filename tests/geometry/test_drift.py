@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from confide.errors import ModelError
 from confide.geometry.drift import drift, folder_drift
-from confide.release.tensors import encode, write_tensors
+from confide.release.shards import write_tensors
+from confide.release.tensors import encode
 
 FLOATS = st.floats(-100, 100, width=32).map(lambda value: value if abs(value) > 1e-3 else 0.0)
 

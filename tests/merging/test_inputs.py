@@ -15,7 +15,7 @@ from confide.merging.inputs import read_inputs
 from confide.merging.merge import merge, write
 from confide.merging.plan import Plan, plan_models
 from confide.models.releases import load_release
-from confide.release import format, tensors
+from confide.release import format, shards
 from confide.release.export import export
 from confide.release.write import verify
 
@@ -37,7 +37,7 @@ def sharded(folder: Path, limit: int) -> Path:
     """The same model in shards, as transformers writes them."""
     whole = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    assert len(tensors.write_shards(folder, whole, limit)) > 1
+    assert len(shards.write_shards(folder, whole, limit)) > 1
     return folder
 
 
@@ -247,7 +247,7 @@ def test_plain_files_that_are_broken(base: Path, release: Make, tmp_path: Path) 
 def test_a_full_disk_leaves_nothing(
     base: Path, releases: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, left = tensors.write_tensors, [1]
+    real, left = shards.write_tensors, [1]
 
     def full(path: Path, *rest: object) -> None:
         if left.pop() == 0:
@@ -255,7 +255,7 @@ def test_a_full_disk_leaves_nothing(
         left.append(0)
         real(path, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(tensors, "write_tensors", full)
+    monkeypatch.setattr(shards, "write_tensors", full)
     with pytest.raises(ReleaseError, match=r"can't write .*merged: No space left on device \(.*00002-of"):
         merge(releases, base=base, operator="ties", out=tmp_path / "merged", shard_size=3000)
     assert list(tmp_path.iterdir()) == []

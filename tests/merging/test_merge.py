@@ -420,7 +420,8 @@ from pathlib import Path
 from confide.merging.operators import find
 from confide.merging.stream import merge_tensor
 from confide.merging.vectors import Encoder, TaskVectors
-from confide.release.tensors import Checkpoint, write_tensors
+from confide.release.shards import write_tensors
+from confide.release.tensors import Checkpoint
 import tracemalloc
 folder = Path({str(tmp_path)!r})
 for name in range(5):

@@ -20,8 +20,9 @@ from safetensors.torch import load_file as load_torch
 from safetensors.torch import save_file as save_torch
 
 from confide.errors import ModelError
-from confide.release import tensors
-from confide.release.tensors import Checkpoint, decode, encode, write_tensors
+from confide.release import shards
+from confide.release.shards import write_tensors
+from confide.release.tensors import Checkpoint, decode, encode
 
 TENSORS = {
     "a.weight": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -104,7 +105,7 @@ def test_the_thread_that_writes_says_what_went_wrong(tmp_path: Path, monkeypatch
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(tensors, "_send", full)
+    monkeypatch.setattr(shards, "_send", full)
     computed: list[int] = []
 
     def pieces() -> Iterator[np.ndarray]:

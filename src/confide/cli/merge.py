@@ -192,7 +192,7 @@ def _parameters(settings: list[str]) -> dict[str, Any]:
 
 
 def _show(plan: Plan, shard_size: int, json: bool) -> None:
-    from confide.release.tensors import plan_shards
+    from confide.release.shards import plan_shards
 
     lines = plan.lines()
     files = plan_shards({line["name"]: plan.output(line["name"]) for line in lines}, shard_size)

@@ -45,7 +45,8 @@ from confide.release.format import (
     preprocessor,
 )
 from confide.release.hashes import encoder_hash
-from confide.release.tensors import Checkpoint, write_tensors
+from confide.release.shards import write_tensors
+from confide.release.tensors import Checkpoint
 from confide.release.write import write_release
 
 if TYPE_CHECKING:

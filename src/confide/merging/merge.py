@@ -24,7 +24,8 @@ from confide.privacy import words
 from confide.privacy.statement import Base, OwnersChecked, Statement
 from confide.release import agreement, format
 from confide.release.format import ReleaseInfo
-from confide.release.tensors import SHARD_SIZE, STORAGE, Values, write_shards, write_tensors
+from confide.release.shards import SHARD_SIZE, Values, write_shards, write_tensors
+from confide.release.tensors import STORAGE
 from confide.release.write import COMPANIONS, MERGE_REPORT, write_release
 
 if TYPE_CHECKING:

@@ -23,7 +23,8 @@ import numpy.typing as npt
 from confide.errors import MergeError, PrivacyError
 from confide.merging.vectors import CHUNK, Arrays, TaskVectors, Weights
 from confide.release.hashes import file_hash
-from confide.release.tensors import Checkpoint, write_tensors
+from confide.release.shards import write_tensors
+from confide.release.tensors import Checkpoint
 
 Array = npt.NDArray[Any]
 Kind = Literal["grams", "fisher"]

@@ -15,7 +15,8 @@ from confide.errors import ReleaseError
 from confide.privacy import statement as statements
 from confide.privacy.statement import Statement
 from confide.release import format
-from confide.release.tensors import SHARD_SIZE, STORAGE, Array, Checkpoint, Values, write_shards
+from confide.release.shards import SHARD_SIZE, Values, write_shards
+from confide.release.tensors import STORAGE, Array, Checkpoint
 from confide.release.write import copy_reader, verify, write_release
 
 _PIECE = 1 << 20

@@ -20,7 +20,8 @@ from confide.release import agreement, card, format
 from confide.release.format import Head, ReleaseInfo
 from confide.release.hashes import file_hash
 from confide.release.names import model_type
-from confide.release.tensors import METADATA, Checkpoint
+from confide.release.shards import METADATA
+from confide.release.tensors import Checkpoint
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey

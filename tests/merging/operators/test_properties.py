@@ -19,7 +19,8 @@ from confide.merging.operators import OPERATORS
 from confide.merging.operators.parameters import Choice, PerModel, Switch
 from confide.merging.stream import merge_arrays
 from confide.merging.vectors import Encoder, TaskVectors
-from confide.release.tensors import Checkpoint, decode, encode, write_tensors
+from confide.release.shards import write_tensors
+from confide.release.tensors import Checkpoint, decode, encode
 
 from .helpers import BIAS, WEIGHT, statistics_for
 

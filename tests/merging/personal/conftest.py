@@ -12,7 +12,8 @@ import pytest
 
 from confide.merging.merge import merge
 from confide.release.format import Head, ReleaseInfo
-from confide.release.tensors import Checkpoint, encode, write_tensors
+from confide.release.shards import write_tensors
+from confide.release.tensors import Checkpoint, encode
 from confide.release.write import write_release
 
 from ..conftest import make_statement

@@ -22,7 +22,8 @@ from confide.privacy.statement import Statement
 from confide.release import format
 from confide.release.export import task_config
 from confide.release.format import Head, ReleaseInfo
-from confide.release.tensors import FLOATS, Values, encode, write_tensors
+from confide.release.shards import Values, write_tensors
+from confide.release.tensors import FLOATS, encode
 from confide.release.tensors import decode as values_of
 from confide.release.write import copy_reader, write_release
 

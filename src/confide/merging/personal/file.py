@@ -26,7 +26,8 @@ from confide.merging.personal.residual import Coded, Lengths, Part
 from confide.privacy.composition import check
 from confide.privacy.statement import Statement
 from confide.release.format import Head
-from confide.release.tensors import FLOATS, METADATA, STORAGE, Checkpoint, Values, write_tensors
+from confide.release.shards import METADATA, Values, write_tensors
+from confide.release.tensors import FLOATS, STORAGE, Checkpoint
 
 FORMAT = "confide.personal/1"
 WEIGHTS = "personal"
