@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from confide.errors import ConfigError
+from confide.errors import ConfigError, DataError
 from confide.finetune import diagnostics, run
 from confide.finetune.base import PublicBase
 from confide.finetune.checkpoint import Unfinished
@@ -93,6 +93,19 @@ def test_the_release_is_the_same_bits(
     assert all(b"iagnostics" not in content for content in contents[True].values())
     bare = (tmp_path / "private-False" / "steps.jsonl").read_text(encoding="utf-8")
     assert '"norms": {}' in bare
+
+
+def test_what_is_paid_for_is_released_without_diagnostics_too(
+    base: PublicBase, make_task: Callable[..., TaskData], corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise DataError("public.txt can't be read")
+
+    monkeypatch.setattr(run, "diagnose", fails)
+    with pytest.warns(UserWarning, match=r"no diagnostics: public.txt can't be read"):
+        tuned = tune(base, make_task(), settings_of(corpus))
+    assert tuned.diagnostics is None
+    assert tuned.history.steps_run == {"shared": 3, "experts": 3}
 
 
 @pytest.mark.parametrize("train", ["lora", "weights"])

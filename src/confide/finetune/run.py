@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from confide.errors import ConfigError
+from confide.errors import ConfideError, ConfigError
 from confide.finetune import methods, released
 from confide.finetune.agreement import agreed
 from confide.finetune.base import PublicBase
@@ -236,7 +237,10 @@ def finetune(
     found_out = None
     if binding.diagnose:
         show = partial(progress, f"diagnostics, {task.name}")
-        found_out = diagnose(prepared, adapted, settings, schedule, binding, start, history, show)
+        try:
+            found_out = diagnose(prepared, adapted, settings, schedule, binding, start, history, show)
+        except ConfideError as error:  # the run is paid for, so it is released all the same
+            warnings.warn(f"the run has no diagnostics: {error}", stacklevel=2)
     if task.problem.label_range:
         answer_in(classifier, task.problem.label_range)
     statement = training_statement(
