@@ -118,6 +118,14 @@ def sparse_base(tmp_path_factory: pytest.TempPathFactory, tiny_base: Path) -> Pa
     return folder
 
 
+@pytest.fixture
+def corpus(sentences: Callable[[int, int], list[tuple[str, str]]], tmp_path: Path) -> Path:
+    """A file of 60 public texts, one a line."""
+    path = tmp_path / "public.txt"
+    path.write_text("\n".join(text for text, _ in sentences(60, 9)), encoding="utf-8")
+    return path
+
+
 @pytest.fixture(scope="session")
 def sentences() -> Callable[[int, int], list[tuple[str, str]]]:
     """(count, seed) → distinct texts of uneven length with the label `pos` or `neg`, in equal numbers."""

@@ -13,14 +13,12 @@ from confide.cli.diagnose import diagnose, remarks, tables
 from .conftest import Answer
 
 Confide = Callable[..., Answer]
-Sentences = Callable[[int, int], list[tuple[str, str]]]
 
 
 def test_tables_and_a_document(
-    confide: Confide, sparse_base: Path, reviews: Path, sentences: Sentences, tmp_path: Path
+    confide: Confide, sparse_base: Path, reviews: Path, corpus: Path, tmp_path: Path
 ) -> None:
-    corpus, out = tmp_path / "public.txt", tmp_path / "run"
-    corpus.write_text("\n".join(text for text, _ in sentences(60, 9)), encoding="utf-8")
+    out = tmp_path / "run"
     answer = confide(
         *("train", "--method", "raptor", "--base", sparse_base, "--data", reviews, "--out", out),
         *("--dataset", "reviews", "--steps", 2, "--expected-batch", 16, "--max-length", 20, "--rank", 2),

@@ -30,13 +30,6 @@ ALWAYS_ACTIVE = ("Qwen2-MoE", "DeepSeek-V2", "DeepSeek-V3", "Llama-4")
 
 
 @pytest.fixture
-def corpus(sentences: Sentences, tmp_path: Path) -> Path:
-    path = tmp_path / "public.txt"
-    path.write_text("\n".join(text for text, _ in sentences(60, 9)), encoding="utf-8")
-    return path
-
-
-@pytest.fixture
 def raptor(confide: Confide, reviews: Path, corpus: Path, tmp_path: Path) -> Confide:
     """`confide train --method raptor` with quick settings; arguments given come later, so they win."""
 

@@ -27,19 +27,10 @@ from confide.models.moe.owners import owner_maps
 from confide.privacy.units import UnitMap
 from confide.tasks.records import TaskData
 
-Sentences = Callable[[int, int], list[tuple[str, str]]]
-
 
 @pytest.fixture(scope="module")
 def base(sparse_base: Path) -> PublicBase:
     return PublicBase.of(str(sparse_base))
-
-
-@pytest.fixture
-def corpus(sentences: Sentences, tmp_path: Path) -> Path:
-    path = tmp_path / "public.txt"
-    path.write_text("\n".join(text for text, _ in sentences(60, 9)), encoding="utf-8")
-    return path
 
 
 def settings_of(corpus: Path, **experts: Any) -> Settings:

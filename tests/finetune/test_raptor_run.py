@@ -33,19 +33,10 @@ from confide.tasks.evaluate import logits
 from confide.tasks.records import Records, TaskData
 from confide.tasks.text import encode
 
-Sentences = Callable[[int, int], list[tuple[str, str]]]
-
 
 @pytest.fixture(scope="module")
 def base(sparse_base: Path) -> PublicBase:
     return PublicBase.of(str(sparse_base))
-
-
-@pytest.fixture
-def corpus(sentences: Sentences, tmp_path: Path) -> Path:
-    path = tmp_path / "public.txt"
-    path.write_text("\n".join(text for text, _ in sentences(60, 9)), encoding="utf-8")
-    return path
 
 
 def settings_of(corpus: Path, more: dict[str, Any] | None = None, **experts: Any) -> Settings:

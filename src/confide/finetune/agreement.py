@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from confide.errors import ConfigError
-from confide.finetune.ascent import DEFAULT_ANCHOR
+from confide.finetune.ascent import anchor_of
 from confide.finetune.settings import Settings
 from confide.privacy.statement import Base
 from confide.release.agreement import Agreement, read
@@ -24,7 +24,6 @@ def agreement(settings: Settings, base: Base, folder: Path, tasks: Mapping[str, 
         folder: where it is.
         tasks: labels by task; empty leaves them open.
     """
-    own = DEFAULT_ANCHOR if settings.method == "dp-merging" else 0.0
     return Agreement(
         base=base.name,
         base_hash=base.hash,
@@ -33,7 +32,7 @@ def agreement(settings: Settings, base: Base, folder: Path, tasks: Mapping[str, 
         trainable=settings.trainable.model_dump(mode="json"),
         clipping=settings.clipping,
         clipping_bound=settings.clipping_bound,
-        anchor=own if settings.anchor is None else settings.anchor,
+        anchor=anchor_of(settings, encoder=True),
         anchor_form=settings.anchor_form,
         tasks={task: tuple(labels) for task, labels in tasks.items()},
     )

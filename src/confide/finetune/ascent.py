@@ -5,9 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from confide.errors import ConfigError
-from confide.finetune.settings import Settings
+from confide.finetune.settings import AscentChoice, Settings
 
 DEFAULT_ANCHOR = 0.001
+
+
+def ascent_of(settings: Settings, *, encoder: bool) -> AscentChoice:
+    """Where gradients are taken, with the method's own where nothing is chosen; `encoder` as below."""
+    return settings.ascent or ("paired" if settings.method == "dp-merging" and encoder else "none")
+
+
+def anchor_of(settings: Settings, *, encoder: bool) -> float:
+    """λ, with the method's own where nothing is chosen; `encoder` as below."""
+    if not encoder:
+        return 0.0
+    own = DEFAULT_ANCHOR if settings.method == "dp-merging" else 0.0
+    return own if settings.anchor is None else settings.anchor
 
 
 def ascent_and_anchor(settings: Settings, *, encoder: bool) -> dict[str, Any]:
@@ -20,9 +33,7 @@ def ascent_and_anchor(settings: Settings, *, encoder: bool) -> dict[str, Any]:
     Raises:
         ConfigError: anchor and weight decay together.
     """
-    merging = settings.method == "dp-merging" and encoder
-    ascent = settings.ascent or ("paired" if merging else "none")
-    anchor = (settings.anchor if settings.anchor is not None else DEFAULT_ANCHOR * merging) * encoder
+    ascent, anchor = ascent_of(settings, encoder=encoder), anchor_of(settings, encoder=encoder)
     if anchor and settings.weight_decay:
         raise ConfigError("weight_decay pulls to 0 and an anchor to the base; set one of them to 0")
     queried = ascent in ("paired", "fresh")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from confide.errors import ConfigError
+from confide.finetune.ascent import anchor_of, ascent_of
 from confide.finetune.settings import Settings
 
 
@@ -56,9 +57,7 @@ def _conditions(settings: Settings) -> list[tuple[tuple[str, ...], bool, str]]:
     encoder = kind != "head"
     private = settings.private
     pulled = encoder or settings.method == "raptor"
-    merging = settings.method == "dp-merging" and encoder
-    ascent = settings.ascent or ("paired" if merging else "none")
-    anchored = pulled and (merging if settings.anchor is None else settings.anchor > 0)
+    ascent = ascent_of(settings, encoder=encoder)
     lora = ("rank", "alpha", "train_a", "targets")
     return [
         (tuple(f"trainable.{key}" for key in lora), kind == "lora", "trainable `lora`"),
@@ -69,7 +68,7 @@ def _conditions(settings: Settings) -> list[tuple[tuple[str, ...], bool, str]]:
             encoder or (settings.method == "raptor" and settings.experts.learning_rate is None),
             "something to train beside the head",
         ),
-        (("anchor_form",), anchored, "an anchor"),
+        (("anchor_form",), anchor_of(settings, encoder=pulled) > 0, "an anchor"),
         (("ascent_radius",), ascent != "none", "an ascent"),
         (
             ("ascent_noise_ratio",),
