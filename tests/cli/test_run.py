@@ -214,5 +214,9 @@ def test_a_study_makes_its_mixture_and_says_what_it_did(
     for text in ("M_role", "Private diagnostics: of the records"):
         assert text in answer.out
     page = (out / "report" / "report.html").read_text()
-    for text in ("share of μ²", "Routing on public text", "<strong>Private.</strong>", "M_role"):
+    for text in ("share of μ²", "Routing on public text"):
         assert text in page
+    assert "M_role" in (out / "private" / "roles.html").read_text()
+    for report in (out / "report").iterdir():
+        assert "M_role" not in report.read_text()
+        assert "clipped" not in report.read_text()

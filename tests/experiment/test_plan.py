@@ -92,6 +92,16 @@ def test_the_demo_of_a_mixture() -> None:
     assert plan.upcycle.texts < read(path).upcycle.texts  # type: ignore[union-attr]
 
 
+def test_experts_are_for_the_methods_that_have_some(write: Callable[..., Path]) -> None:
+    methods = {"dp-adamw": {}, "roles": {"method": "raptor"}}
+    plan = read(write(settings={"epsilon": 1, "experts": {"layer": "last"}}, methods=methods))
+    assert plan.settings_of("roles", 3).experts.layer == "last"
+    for method in ("dp-adamw", "pretrained"):
+        assert plan.settings_of(method, 3).method == "dp-adamw"
+    with pytest.raises(ConfigError, match="experts belong to method raptor"):
+        read(write(methods={"dp-adamw": {"experts": {"layer": "last"}}}))
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown key": ({"methds": {}}, "unknown key methds; did you mean 'methods'"),
     "unknown key of a task": ({"tasks": [{"name": "a", "recrods": 3}]}, "did you mean 'records'"),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from confide.models.moe.selection import LayerRouting, Selection
 from confide.report import figures
-from confide.report.html import report_html
+from confide.report.html import report_html, write_private, write_report
 from confide.report.mixtures import (
+    clipped_text,
     diagnostics_text,
     mixture_findings,
     routing_text,
@@ -17,7 +20,7 @@ from confide.report.mixtures import (
     streams_text,
 )
 from confide.report.scores import score_table
-from confide.report.study import MixtureFacts, MixtureRun, RecordFacts, Row, StreamFacts, Study
+from confide.report.study import MixtureFacts, MixtureRun, PrivateRun, RecordFacts, Row, StreamFacts, Study
 from confide.report.tables import score_text
 from confide.report.terminal import print_study
 
@@ -48,9 +51,9 @@ FOUND = RecordFacts(
 )
 
 
-def stream(name: str, sigma: float, share: float | None, clipped: float = 0.5) -> StreamFacts:
+def stream(name: str, sigma: float, share: float | None) -> StreamFacts:
     rule = "flat" if sigma else "none"
-    return StreamFacts(name, 1200, 20, 128.0, sigma, rule, 1.0, 16.0, share, clipped)
+    return StreamFacts(name, 1200, 20, 128.0, sigma, rule, 1.0, 16.0, share)
 
 
 def runs() -> tuple[MixtureRun, ...]:
@@ -58,13 +61,18 @@ def runs() -> tuple[MixtureRun, ...]:
     free = (stream("shared", 0, None), stream("experts", 0, None))
     return (
         MixtureRun("non-private", 0, "icd", "non-private", None, (3,), free),
-        MixtureRun("raptor-eps1", 0, "icd", "raptor", 1.0, (3,), two, FOUND),
+        MixtureRun("raptor-eps1", 0, "icd", "raptor", 1.0, (3,), two),
         MixtureRun("raptor-eps8", 0, "icd", "raptor", 8.0, (3,), two),
         MixtureRun("mono-eps1", 0, "icd", "monolithic", 1.0, (1, 3), (stream("all", 1.2, 1.0),)),
         MixtureRun("shared-eps8", 0, "icd", "shared-only", 8.0, (), (stream("shared", 1.2, 1.0),)),
     )
 
 
+PRIVATE = (
+    PrivateRun("raptor-eps1", 0, "icd", {"shared": 0.5, "experts": 0.125}, FOUND),
+    PrivateRun("raptor-eps8", 0, "icd", {"shared": 0.25}),
+    PrivateRun("raptor-eps8", 1, "icd", {"shared": 0.75}),
+)
 SCORES = {"non-private": 0.7, "raptor-eps1": 0.5, "raptor-eps8": 0.6, "mono-eps1": 0.42, "shared-eps8": 0.6}
 
 
@@ -91,6 +99,7 @@ def mixed(study: Study) -> Study:
         claims=(),
         methods=tuple(replace(fact, memory={"icd": 2_500_000}) for fact in own),
         mixture=MixtureFacts(("Made & <checked>",), 4321, ROUTING, "brown", runs()),
+        private=PRIVATE,
     )
 
 
@@ -115,9 +124,9 @@ def test_streams_with_their_noise_and_share() -> None:
     found = {(row[0], row[1]): row[2:] for row in table.rows}
     assert found["raptor-eps1", "experts (block 3)"] == (
         *("1,200", "20", "128", "4.32", "1 flat"),
-        *("16", "0.100", "50 %"),
+        *("16", "0.100"),
     )
-    assert found["non-private", "shared"][3:] == ("–", "–", "16", "–", "–")
+    assert found["non-private", "shared"][3:] == ("–", "–", "16", "–")
     assert ("mono-eps1", "all (blocks 1, 3)") in found
     assert ("shared-eps8", "shared") in found
     again = (*runs(), *(replace(run, seed=1) for run in runs()))
@@ -133,7 +142,7 @@ def test_findings_compare_at_equal_budgets_only() -> None:
 
 
 def test_diagnostics_have_a_column_for_each_run_that_has_them() -> None:
-    table = diagnostics_text(runs())
+    table = diagnostics_text(PRIVATE)
     assert table is not None
     assert table.header == ("", "raptor-eps1")
     found = dict(table.rows)  # type: ignore[arg-type]
@@ -141,9 +150,32 @@ def test_diagnostics_have_a_column_for_each_run_that_has_them() -> None:
     assert found["owners changed by training (theorem 3)"] == "2.0 %"
     assert found["mean relative bias ≤ by entropy (theorem 2)"] == "1.4 ≤ 1.7"
     assert found["most even block, public text → records"] == "3 → 5"
-    bare = replace(runs()[1], diagnostics=RecordFacts(1, None, {}))
+    bare = replace(PRIVATE[0], diagnostics=RecordFacts(1, None, {}))
     assert {row[1] for row in diagnostics_text((bare,)).rows} == {"–"}  # type: ignore[union-attr]
-    assert diagnostics_text((runs()[0],)) is None
+    assert diagnostics_text(PRIVATE[1:]) is None
+
+
+def test_what_was_clipped_by_stream() -> None:
+    table = clipped_text(PRIVATE)
+    assert table is not None
+    assert [row[-2:] for row in table.rows] == [("shared", "50 %"), ("experts", "12 %"), ("shared", "25 %")]
+    assert clipped_text((replace(PRIVATE[0], clipped={}),)) is None
+
+
+def test_what_is_private_stays_out_of_the_report(mixed: Study, tmp_path: Path) -> None:
+    """Two studies that differ in it alone have one report, byte for byte."""
+    write_report(mixed, tmp_path / "a")
+    write_report(replace(mixed, private=()), tmp_path / "b")
+    for name in ("study.json", "results.json", "report.html"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    write_private(mixed, tmp_path / "private")
+    page = (tmp_path / "private" / "roles.html").read_text()
+    for text in ("<strong>Private.</strong>", "M_role", "records clipped in a step", "12 %"):
+        assert text in page
+    assert json.loads((tmp_path / "private" / "roles.json").read_text())[0]["diagnostics"]["records"] == 48
+    assert (tmp_path / "private" / "roles.json").stat().st_mode & 0o077 == 0
+    write_private(replace(mixed, private=()), tmp_path / "none")
+    assert not (tmp_path / "none").exists()
 
 
 def test_bars_are_grouped_by_budget() -> None:
@@ -167,7 +199,7 @@ def test_a_layers_experts_fill_its_bar() -> None:
 def test_the_page_and_the_terminal_have_every_part(mixed: Study, capsys: pytest.CaptureFixture[str]) -> None:
     page = report_html(mixed)
     assert "Made &amp; &lt;checked&gt;" in page
-    for text in ("share of μ²", "<strong>Private.</strong>", "Owners of 10 public texts", "3 *"):
+    for text in ("share of μ²", "Owners of 10 public texts", "3 *"):
         assert text in page
     assert "merging" not in page.split("<main>", 1)[1].split("Tasks and where", 1)[0]
     print_study(mixed)

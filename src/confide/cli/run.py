@@ -29,7 +29,7 @@ def run(
     from confide.cli.ledger import ledger_for_training
     from confide.experiment.plan import read
     from confide.experiment.run import run as run_study
-    from confide.report.html import write_report
+    from confide.report.html import write_private, write_report
     from confide.report.terminal import print_study
 
     study_plan = read(plan, fast=fast)
@@ -39,6 +39,7 @@ def run(
     with progress_bars(show=not json) as progress:
         study = run_study(study_plan, out, progress, book, signs)
     write_report(study, out / "report")
+    write_private(study, out / "private")
     if json:
         print_json(study.results())
         return

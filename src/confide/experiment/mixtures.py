@@ -22,7 +22,7 @@ from confide.finetune.upcycled import Upcycled, upcycle_base
 from confide.models.backbones import load_encoder
 from confide.models.moe.selection import Selection
 from confide.privacy.splits import variance
-from confide.report.study import MixtureRun, RecordFacts, StreamFacts
+from confide.report.study import MixtureRun, PrivateRun, RecordFacts, StreamFacts
 from confide.tasks.corpus import check_public, read_corpus, sample, texts_of
 from confide.tasks.records import TaskData
 
@@ -89,15 +89,13 @@ def run_facts(trained: FineTuned, method: str) -> MixtureRun:
     named = dict(trained.adapted.classifier.model.named_parameters())
     parts = {stream.name: variance(stream) for stream in streams} if settings.private else {}
     whole = sum(parts.values())
-    steps = trained.history.steps
-    blocks = tuple(layer.number for layer in trained.adapted.experts)
     return MixtureRun(
         method=method,
         seed=settings.seed,
         task=trained.prepared.task.name,
         variant=settings.experts.variant,
         epsilon=settings.epsilon if settings.private else None,
-        layers=blocks,
+        layers=_blocks(trained),
         streams=tuple(
             StreamFacts(
                 name=stream.name,
@@ -109,12 +107,30 @@ def run_facts(trained: FineTuned, method: str) -> MixtureRun:
                 bound=stream.clipping.bound,
                 denominator=stream.denominator,
                 share=parts[stream.name] / whole if parts else None,
-                clipped=fmean(step.clipped for step in steps if step.stream == stream.name),
             )
             for stream in streams
         ),
-        diagnostics=_record_facts(trained.diagnostics, blocks) if trained.diagnostics else None,
     )
+
+
+def private_facts(trained: FineTuned, method: str) -> PrivateRun:
+    """What one run of `raptor` showed of its training records, without noise."""
+    steps = trained.history.steps
+    return PrivateRun(
+        method=method,
+        seed=trained.settings.seed,
+        task=trained.prepared.task.name,
+        clipped={
+            stream.name: fmean(step.clipped for step in steps if step.stream == stream.name)
+            for stream in trained.schedule.streams
+            if stream.clipping.rule != "none"
+        },
+        diagnostics=_record_facts(trained.diagnostics, _blocks(trained)) if trained.diagnostics else None,
+    )
+
+
+def _blocks(trained: FineTuned) -> tuple[int, ...]:
+    return tuple(layer.number for layer in trained.adapted.experts)
 
 
 def _record_facts(found: Diagnostics, blocks: tuple[int, ...]) -> RecordFacts:

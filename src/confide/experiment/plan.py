@@ -109,7 +109,8 @@ class Plan(BaseModel):
         base: folder, `package:NAME` or hub id of the public model.
         upcycle: makes the base into a mixture of experts first; None leaves it as it is.
         disjoint: the owner declares that no unit is in two tasks; the run checks that no text is.
-        settings: shared by all methods; every key of `Settings` but `method` and `seed`.
+        settings: shared by all methods; every key of `Settings` but `method` and `seed`. `experts` concerns
+            those whose method is `raptor`.
         pretrained: settings of the floor: the untouched encoder with a private head. None leaves it out.
         methods: by name, each with what differs from `settings`. `method` may be given where the name
             isn't one, so that ablations can be listed.
@@ -169,8 +170,10 @@ class Plan(BaseModel):
             own.setdefault("release_statistics", None)  # a head alone has nothing to merge
         else:
             own = {"method": method, **self.methods[method]}
+        mixture = own["method"] == "raptor"
+        shared = {key: value for key, value in self.settings.items() if mixture or key != "experts"}
         try:
-            return Settings.of({**_over(self.settings, own), "seed": seed})
+            return Settings.of({**_over(shared, own), "seed": seed})
         except ConfigError as error:
             raise ConfigError(f"method {method!r}: {error}") from None
 

@@ -24,7 +24,7 @@ from confide.experiment.merges import (
     public_texts,
     score_merge,
 )
-from confide.experiment.mixtures import Routings, run_facts, upcycled
+from confide.experiment.mixtures import Routings, private_facts, run_facts, upcycled
 from confide.experiment.plan import MergePlan, Plan, TaskPlan
 from confide.finetune.base import PublicBase
 from confide.finetune.memory import forget_peak, peak_bytes
@@ -43,7 +43,7 @@ from confide.release.tensors import Checkpoint
 from confide.report.findings import findings
 from confide.report.mixtures import mixture_findings
 from confide.report.scores import INDIVIDUAL, PRETRAINED
-from confide.report.study import MethodFacts, MixtureFacts, MixtureRun, Row, Study, TaskFacts
+from confide.report.study import MethodFacts, MixtureFacts, MixtureRun, PrivateRun, Row, Study, TaskFacts
 from confide.tasks import registry
 from confide.tasks.files import read_task
 from confide.tasks.overlap import check_disjoint
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 
 _PRIVATE = """\
 Scores under report/ come from test records without noise. They are for whoever ran this study.
+What lies in this folder comes from training records without noise. It is for whoever holds those alone.
 Only what lies under models/ and merged/ is covered by a privacy statement.
 """
 
@@ -69,6 +70,7 @@ class _Seen:
     statements: dict[tuple[str, int], list[Statement]] = field(default_factory=dict)
     first_blocks: dict[str, int] = field(default_factory=dict)
     mixtures: list[MixtureRun] = field(default_factory=list)
+    private: list[PrivateRun] = field(default_factory=list)
 
 
 def run(
@@ -160,6 +162,7 @@ def run(
         },
         minutes=(time.monotonic() - started) / 60,
         mixture=mixture,
+        private=tuple(seen.private),
     )
 
 
@@ -216,6 +219,7 @@ def _note(seen: _Seen, trained: FineTuned, method: str, drifted: float, seconds:
     facts.memory[task] = memory
     if trained.settings.method == "raptor":
         seen.mixtures.append(run_facts(trained, method))
+        seen.private.append(private_facts(trained, method))
 
 
 def _mixture(made: Upcycled | None, base: PublicBase, routings: Routings, seen: _Seen) -> MixtureFacts | None:

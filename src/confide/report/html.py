@@ -9,7 +9,13 @@ from typing import Any
 from confide.errors import ConfigError
 from confide.files import new_folder, write_json, write_text
 from confide.report import figures
-from confide.report.mixtures import diagnostics_text, routing_text, routing_words, streams_text
+from confide.report.mixtures import (
+    clipped_text,
+    diagnostics_text,
+    routing_text,
+    routing_words,
+    streams_text,
+)
 from confide.report.page import page
 from confide.report.scores import INDIVIDUAL, score_table
 from confide.report.study import MixtureFacts, Study
@@ -31,7 +37,7 @@ def write_report(study: Study, folder: Path, *, overwrite: bool = False) -> None
     with new_folder(Path(folder), overwrite=overwrite) as side:
         try:
             write_json(side / "results.json", study.results())
-            write_json(side / "study.json", dataclasses.asdict(study))
+            write_json(side / "study.json", study.facts())
         except (TypeError, ValueError) as error:
             raise ConfigError(f"the study holds a value that JSON can't: {error}") from None
         write_text(side / "report.html", page)
@@ -70,11 +76,25 @@ def report_html(study: Study) -> str:
             for method, settings in study.settings.items()
         },
         "streams": streams_text(mixture.runs) if mixture else None,
-        "diagnostics": diagnostics_text(mixture.runs) if mixture else None,
         "routing": _routing(mixture) if mixture else None,
         "seeds": sorted({row.seed for row in study.rows}),
     }
     return page("report.html.j2", **values)
+
+
+def write_private(study: Study, folder: Path) -> None:
+    """Write what a study saw of training records without noise: `roles.json` and `roles.html`; nothing if it
+    saw nothing.
+
+    Raises:
+        ReleaseError: `folder` can't be written.
+    """
+    if not study.private:
+        return
+    tables = (clipped_text(study.private), diagnostics_text(study.private))
+    shown = page("private.html.j2", study=study, tables=[table for table in tables if table])
+    write_json(folder / "roles.json", [dataclasses.asdict(run) for run in study.private], private=True)
+    write_text(folder / "roles.html", shown, private=True)
 
 
 def _routing(mixture: MixtureFacts) -> tuple[Table, tuple[str, ...]] | None:

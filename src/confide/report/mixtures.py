@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from confide.report.scores import INDIVIDUAL, Spread, label, score_table
-from confide.report.study import MixtureFacts, MixtureRun, RecordFacts, Row
+from confide.report.study import MixtureFacts, MixtureRun, PrivateRun, RecordFacts, Row
 from confide.report.tables import NOTHING, Table
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def streams_text(runs: Sequence[MixtureRun]) -> Table:
     return Table(
         (
             *("method", "stream", "trained", "steps", "expected draw", "noise σ", "clipping C"),
-            *("divided by", "share of μ²", "clipped"),
+            *("divided by", "share of μ²"),
         ),
         tuple(
             (
@@ -67,7 +67,6 @@ def streams_text(runs: Sequence[MixtureRun]) -> Table:
                 f"{stream.bound:g} {stream.rule}" if stream.rule != "none" else NOTHING,
                 f"{stream.denominator:g}",
                 NOTHING if stream.share is None else f"{stream.share:.3f}",
-                f"{100 * stream.clipped:.0f} %" if stream.rule != "none" else NOTHING,
             )
             for run in first
             for stream in run.streams
@@ -76,7 +75,18 @@ def streams_text(runs: Sequence[MixtureRun]) -> Table:
     )
 
 
-def diagnostics_text(runs: Sequence[MixtureRun]) -> Table | None:
+def clipped_text(runs: Sequence[PrivateRun]) -> Table | None:
+    """Private: the share of records that each stream of the first seed clipped; None where none clips."""
+    first = [run for run in runs if run.seed == runs[0].seed]
+    rows = tuple(
+        (label(run.method), run.task, stream, f"{100 * share:.0f} %")
+        for run in first
+        for stream, share in run.clipped.items()
+    )
+    return Table(("method", "task", "stream", "records clipped in a step"), rows, words=3) if rows else None
+
+
+def diagnostics_text(runs: Sequence[PrivateRun]) -> Table | None:
     """Private diagnostics, a column per run of the first seed that has them; None where none has."""
     shown = [run for run in runs if run.diagnostics and run.seed == runs[0].seed]
     if not shown:

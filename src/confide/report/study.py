@@ -77,7 +77,6 @@ class StreamFacts:
         rule, bound: how a unit's gradient was clipped, and C.
         denominator: what the noisy sum was divided by.
         share: of the run's budget, as a share of μ²; None without privacy.
-        clipped: mean over steps of the share of units whose gradient was longer than C. Private: not noised.
     """
 
     name: str
@@ -89,7 +88,6 @@ class StreamFacts:
     bound: float
     denominator: float
     share: float | None
-    clipped: float
 
 
 @dataclass(frozen=True)
@@ -136,7 +134,6 @@ class MixtureRun:
         variant: of its schedule.
         epsilon: ε that it aimed at; None without privacy.
         layers: numbers of the blocks whose experts were trained.
-        diagnostics: None unless the settings ask.
     """
 
     method: str
@@ -146,6 +143,22 @@ class MixtureRun:
     epsilon: float | None
     layers: tuple[int, ...]
     streams: tuple[StreamFacts, ...]
+
+
+@dataclass(frozen=True)
+class PrivateRun:
+    """What one run of `raptor` showed of training records, without noise: for whoever holds them alone.
+
+    Attributes:
+        clipped: by stream, the mean over steps of the share of units whose gradient was longer than C; a stream
+            that clips nothing is left out.
+        diagnostics: None unless the settings ask.
+    """
+
+    method: str
+    seed: int
+    task: str
+    clipped: dict[str, float]
     diagnostics: RecordFacts | None = None
 
 
@@ -179,6 +192,7 @@ class Study:
         versions: of confide, torch, transformers and Python.
         minutes: wall time of the whole run.
         mixture: of a mixture of experts; None where no method is `raptor`.
+        private: of training records without noise, which no report holds: `report.html.write_private`.
     """
 
     title: str
@@ -192,6 +206,11 @@ class Study:
     versions: dict[str, str]
     minutes: float
     mixture: MixtureFacts | None = None
+    private: tuple[PrivateRun, ...] = ()
+
+    def facts(self) -> dict[str, Any]:
+        """The content of study.json: everything but what is private."""
+        return dataclasses.asdict(dataclasses.replace(self, private=()))
 
     def results(self) -> list[dict[str, Any]]:
         """The content of results.json."""

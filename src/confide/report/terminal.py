@@ -39,9 +39,8 @@ def print_study(study: Study) -> None:
     methods = method_text(method_table(study.methods, study.rows))
     _print(console, "How each method trained" + (", and points lost by merging" if merged else ""), methods)
     if mixture:
-        title = "Streams: how the budget was divided, and its noise (what was clipped is private)"
-        _print(console, title, streams_text(mixture.runs))
-        diagnostics = diagnostics_text(mixture.runs)
+        _print(console, "Streams: how the budget was divided, and its noise", streams_text(mixture.runs))
+        diagnostics = diagnostics_text(study.private)
         if diagnostics:
             _print(
                 console,
