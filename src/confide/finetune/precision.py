@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from confide.errors import ModelError
 from confide.finetune.binding import Batch, Binding
-from confide.finetune.prepare import loss_of, made_up_targets
-from confide.finetune.selfcheck import check_gradients, rows_like
+from confide.finetune.selfcheck import check_gradients, made_up_losses, rows_like
 from confide.gradients.engine import Engine
 from confide.models.backbones import Classifier, positions_of
 from confide.models.tail import Features, Source
@@ -185,11 +184,7 @@ def check_every_place(
         which = 1 + number * shape.rows + np.arange(shape.rows)
         which[place] = 0
         with engine:
-            outputs = forward(shape.batch(rows)(which))
-            targets = made_up_targets(
-                classifier.problem, outputs, torch.from_numpy(which), torch.from_numpy(rows.lengths[which])
-            )
-            losses = loss_of(classifier.problem)(outputs, targets.to(outputs.device))
+            losses = made_up_losses(classifier, forward(shape.batch(rows)(which)), rows, which)
             norms = engine.add(losses, torch.arange(shape.rows), shape.rows, Clipping("flat", 1.0))
         engine.take()
         found.append((float(losses[place].detach()), float(norms[place])))

@@ -123,10 +123,7 @@ def check_gradients(
     rows = _public_rows(classifier, inputs)
 
     def loss(which: list[int]) -> Tensor:
-        outputs = forward(rows.batch(np.array(which)))
-        lengths = torch.from_numpy(rows.lengths[which])
-        targets = made_up_targets(classifier.problem, outputs, torch.tensor(which), lengths)
-        return loss_of(classifier.problem)(outputs, targets.to(outputs.device))
+        return made_up_losses(classifier, forward(rows.batch(np.array(which))), rows, np.array(which))
 
     alone = []
     for row in (0, 1):
@@ -184,6 +181,19 @@ def check_noise(std: float) -> None:
 def _public_rows(classifier: Classifier, inputs: Source) -> Source:
     """Two made-up rows, a short and a long one, of the kind that training reads."""
     return rows_like(classifier, inputs, np.array([_SHORT, _LONG]))
+
+
+def made_up_losses(
+    classifier: Classifier, outputs: Tensor, rows: Source, which: npt.NDArray[np.int64]
+) -> Tensor:
+    """Loss of each of these rows of `rows`, against made-up targets.
+
+    Args:
+        outputs: the model's, of these rows.
+    """
+    lengths = torch.from_numpy(rows.lengths[which])
+    targets = made_up_targets(classifier.problem, outputs, torch.from_numpy(which), lengths)
+    return loss_of(classifier.problem)(outputs, targets.to(outputs.device))
 
 
 def rows_like(classifier: Classifier, inputs: Source, lengths: npt.NDArray[np.int64]) -> Source:
