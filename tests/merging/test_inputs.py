@@ -11,12 +11,14 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from confide.errors import MergeError, ModelError, ReleaseError
-from confide.merging.inputs import read_inputs
+from confide.merging.inputs import PublicBase, read_inputs
 from confide.merging.merge import merge, write
 from confide.merging.plan import Plan, plan_models
+from confide.merging.vectors import Encoder
 from confide.models.releases import load_release
 from confide.release import format, shards
 from confide.release.export import export
+from confide.release.tensors import Checkpoint
 from confide.release.write import verify
 
 from .conftest import make_base, make_release
@@ -306,3 +308,13 @@ def test_two_tokenizers(base: Path, release: Make, tmp_path: Path) -> None:
         MergeError, match=r"tokenizer of .*films \(8 tokens\) isn't that of base .* 'a' differs"
     ):
         read_inputs([model], base)
+
+
+@pytest.mark.parametrize(
+    ("family", "turned"), [("gpt_oss", True), ("llama4_text", True), ("moe_bert", False)]
+)
+def test_stacks_of_experts_that_are_kept_as_in_by_out(family: str, turned: bool) -> None:
+    stacks = {f"layers.0.mlp.experts.{part}_proj" for part in ("gate_up", "down")}
+    others = {"layers.0.mlp.experts.down_proj_bias", "layers.0.self_attn.o_proj.weight"}
+    weights = Encoder("base", Checkpoint(Path("base"), ()), {name: name for name in stacks | others})
+    assert PublicBase(Path("base"), family, "", weights, "").turned == (stacks if turned else set())

@@ -34,9 +34,13 @@ HEADS = ("classifier", "score")
 
 _OUTPUT = "lm_head.weight"
 _TIED = (_OUTPUT, "cls.predictions.decoder.weight")
-_CONV1D = frozenset({"gpt2", "imagegpt", "decision_transformer", "openai-gpt"})
-"""Families whose layers are transformers' Conv1D, which keeps its weight as (in, out)."""
-_TURNED = re.compile(r"\.(c_attn|q_attn|c_proj|c_fc)\.weight$")
+_CONV1D = re.compile(r"\.(c_attn|q_attn|c_proj|c_fc)\.weight$")
+_STACKED = re.compile(r"\.experts\.(gate_up|down)_proj$")
+_TURNED = {
+    **dict.fromkeys(("gpt2", "imagegpt", "decision_transformer", "openai-gpt"), _CONV1D),
+    **dict.fromkeys(("gpt_oss", "llama4_text"), _STACKED),
+}
+"""Families that keep weights as (in, out), and of which layers: transformers' Conv1D, or stacked experts."""
 _LOGITS = ("classifier.out_proj.weight", "classifier.weight", "score.weight")
 _LONGEST = 512
 
@@ -62,9 +66,8 @@ class PublicBase:
     @property
     def turned(self) -> frozenset[str]:
         """Weights of layers that are kept as (in, out), where all others are (out, in)."""
-        if self.family not in _CONV1D:
-            return frozenset()
-        return frozenset(name for name in self.weights.names if _TURNED.search(name))
+        names = _TURNED.get(self.family)
+        return frozenset(name for name in self.weights.names if names and names.search(name))
 
 
 @dataclass(frozen=True)

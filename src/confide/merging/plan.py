@@ -129,7 +129,7 @@ class Plan:
             return needed, "chunks of every model"
         turned = self.vectors.turned
         matrices = [
-            (8 * (7 * shape[0] * shape[1] + 7 * shape[0 if name in turned else 1] ** 2), name)
+            (8 * (7 * shape[-2] * shape[-1] + 7 * shape[-2 if name in turned else -1] ** 2), name)
             for name in self.vectors.changed
             if self.operator.tensors.match(name, shape := self.vectors.base.shape(name))
         ]

@@ -79,10 +79,15 @@ class Encoder:
 
 
 class Matrices(Sequence[npt.NDArray[np.float64]]):
-    """D_t of one layer, or of some of its outputs: T matrices (out, in) float64, read when asked for."""
+    """D_t of one layer, or of some of its outputs: T matrices (out, in) float64, read when asked for.
 
-    def __init__(self, vectors: TaskVectors, name: str, start: int, stop: int) -> None:
-        self._vectors, self._name = vectors, name
+    Args:
+        start, stop: which outputs.
+        expert: whose layer it is, where those of a layer's experts are stacked.
+    """
+
+    def __init__(self, vectors: TaskVectors, name: str, start: int, stop: int, expert: int = 0) -> None:
+        self._vectors, self._name, self._expert = vectors, name, expert
         self._start, self._stop = start, stop
 
     def __len__(self) -> int:
@@ -100,10 +105,11 @@ class Matrices(Sequence[npt.NDArray[np.float64]]):
 
     def _read(self, weights: Weights) -> npt.NDArray[np.float64]:
         """(stop − start, in)"""
-        height, width = weights.shape(self._name)
+        height, width = weights.shape(self._name)[-2:]
         turned = self._name in self._vectors.turned
         start, stop = (0, height) if turned else (self._start, self._stop)
-        values = weights.read(self._name, start * width, stop * width).astype(np.float64)
+        place = self._expert * height * width
+        values = weights.read(self._name, place + start * width, place + stop * width).astype(np.float64)
         values = values.reshape(-1, width)
         if turned:
             values = np.ascontiguousarray(values[:, self._start : self._stop].T)
@@ -123,7 +129,7 @@ class TaskVectors:
         names: floating-point tensors that the models have, sorted.
         buffers: integer tensors; equal everywhere.
         absent: tensors of the base that no model has (a pooler that the classifier doesn't use).
-        turned: 2-D tensors that are kept as (in, out), where all others are (out, in).
+        turned: matrices, or stacks of them, that are kept as (in, out), where all others are (out, in).
 
     Raises:
         MergeError: no models; a tensor missing, unexpected, of another shape or kind; integer buffers that
@@ -217,11 +223,17 @@ class TaskVectors:
                     np.subtract(values, base, out=vector, casting="same_kind")
         return base, vectors
 
-    def matrices(self, name: str, blocks: int = 1) -> list[Matrices]:
-        """A layer whole, or cut into blocks of as many outputs each, if that is possible."""
-        rows = self.base.shape(name)[1 if name in self.turned else 0]
+    def matrices(self, name: str, blocks: int = 1) -> list[list[Matrices]]:
+        """Of each expert of a stack, or of the one layer that a matrix is: the layer whole, or cut into
+        blocks of as many outputs each, if that is possible.
+        """
+        *stack, height, width = self.base.shape(name)
+        rows = width if name in self.turned else height
         size = rows // blocks if rows % blocks == 0 else rows
-        return [Matrices(self, name, start, start + size) for start in range(0, rows, max(size, 1))]
+        return [
+            [Matrices(self, name, start, start + size, expert) for start in range(0, rows, max(size, 1))]
+            for expert in range(math.prod(stack))
+        ]
 
     def _reserve(self) -> None:
         self._base, self._vectors = np.empty(self.chunk), np.empty((self.count, self.chunk))

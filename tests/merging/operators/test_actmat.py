@@ -84,11 +84,11 @@ def test_ranks_are_in_the_report() -> None:
         [Arrays(str(i), {"a": vector, "b": np.ones(4)}) for i, vector in enumerate(vectors)],
     )
     rule = find("actmat").prepare(models, {})
-    rule.kernel("a")
-    rule.kernel("b")
+    for name in ("a", "b"):
+        list(merge_tensor(models, name, rule, "actmat", lambda line: None))
     assert rule.facts == {"a": {"rank": [4]}}
     assert rule.label("a") is None
-    assert rule.label("b") == "mean: actmat merges 2-D tensors with sides under 20,000"
+    assert rule.label("b") == "mean: actmat merges matrices (also stacked experts') with sides under 20,000"
 
 
 def test_layers_that_are_kept_as_in_by_out() -> None:
@@ -105,3 +105,32 @@ def test_layers_that_are_kept_as_in_by_out() -> None:
     for name, expected in ((wide, whole), (packed, np.concatenate(thirds))):
         merged = np.concatenate(list(merge_tensor(task, name, rule, "actmat", lambda line: None)))
         np.testing.assert_allclose(merged.reshape(base.shape(name)), expected.T, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("operator", ["actmat", "wudi"])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("chunk", [7, 28, 1000])
+def test_each_expert_of_a_stack_is_a_matrix(operator: str, turned: bool, chunk: int) -> None:
+    """As if every expert had a tensor of its own; their biases, (E, out), are no matrix."""
+    rng = np.random.default_rng(0)
+    stack, bias = "layers.1.mlp.experts.down_proj", "layers.1.mlp.experts.down_proj_bias"
+    vectors = [rng.normal(size=(3, 7, 4)) for _ in range(2)]
+    biases = [rng.normal(size=(3, 7)) for _ in range(2)]
+    kept = [vector.swapaxes(1, 2) if turned else vector for vector in vectors]
+    base = Arrays("base", {stack: np.zeros_like(kept[0]), bias: np.zeros((3, 7))})
+    models = [Arrays(str(n), {stack: kept[n], bias: biases[n]}) for n in range(2)]
+    task = TaskVectors(base, models, {stack} if turned else set()).in_chunks(chunk)
+    rule = find(operator).prepare(task, {})
+
+    def merged(name: str) -> np.ndarray:
+        parts = list(merge_tensor(task, name, rule, operator, lambda line: None))
+        return np.concatenate(parts).reshape(base.shape(name))
+
+    alone = [merge_vectors([vector[expert] for vector in vectors], operator) for expert in range(3)]
+    expected = np.stack([one.T if turned else one for one in alone])
+    np.testing.assert_allclose(merged(stack), expected, rtol=1e-6, atol=1e-9)
+    if operator == "actmat":
+        assert rule.facts == {stack: {"rank": [4, 4, 4]}}
+        np.testing.assert_allclose(merged(bias), sum(biases) / 2)
+    else:
+        assert not merged(bias).any()

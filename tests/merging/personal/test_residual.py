@@ -83,7 +83,7 @@ def test_every_shape_in_blocks(shape: list[int], seed: int, rows: int, sparse: b
         residual[random.random(len(residual)) < 0.5] = 0
     if not residual.any():
         return
-    rank = min(matrix(residual).shape) if len(shape) > 1 else None
+    rank = min(matrix("w", residual).shape) if len(shape) > 1 else None
     for chosen in {rank, None}:
         coded = encode("t", residual, chosen)
         lengths = coded.part.lengths
@@ -92,7 +92,8 @@ def test_every_shape_in_blocks(shape: list[int], seed: int, rows: int, sparse: b
         assert (coded.scales.size, coded.values.size) == (lengths.scales, lengths.values)
         whole = array([coded])
         assert whole.shape == residual.shape
-        assert not whole.reshape(len(touched(residual)), -1)[~touched(residual)].any()
+        kept = touched("w", residual)
+        assert not whole.reshape(len(kept), -1)[~kept].any()
         pieces = np.concatenate(list(blocks([(0.5, coded), (2.0, coded)], rows)))
         np.testing.assert_allclose(pieces, 2.5 * whole.reshape(-1), rtol=1e-4, atol=1e-5)
 
@@ -112,3 +113,16 @@ def test_every_shape_in_blocks(shape: list[int], seed: int, rows: int, sparse: b
 def test_impossible_parts(fields: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         Part.model_validate({"name": "t"} | fields)
+
+
+def test_a_stack_of_experts_has_the_rows_of_all() -> None:
+    """What one expert learned nothing of is left out, and factors are as wide as a layer's input."""
+    residual = np.random.default_rng(3).normal(size=(3, 5, 4)).astype(np.float32)
+    residual[1] = 0
+    coded = encode("layer.1.mlp.experts.up_proj", residual, 2)
+    assert (coded.part.height, coded.part.width, coded.part.rows) == (15, 4, 10)
+    found = array([coded])
+    assert found.shape == residual.shape
+    assert not found[1].any()
+    rows = residual[[0, 2]].reshape(10, 4)
+    np.testing.assert_allclose(found[[0, 2]].reshape(10, 4), reference(rows, 2), atol=1e-6)

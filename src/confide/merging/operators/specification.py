@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from confide.errors import MergeError
 from confide.merging.operators.parameters import Parameter, PerModel, Setting
+from confide.merging.stacks import is_stack, is_stack_of_biases
 from confide.merging.statistics import Kind, Statistics, Whole, check_statistics
 from confide.merging.vectors import TaskVectors
 
@@ -43,10 +44,14 @@ class Tensors:
 
 
 EVERYTHING = Tensors("every tensor", lambda name, shape: True)
-MATRICES = Tensors(
-    f"2-D tensors with sides under {_LONGEST_SIDE:,}",
-    lambda name, shape: len(shape) == 2 and max(shape) < _LONGEST_SIDE,
-)
+
+
+def _is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    matrix = len(shape) == 2 and not is_stack_of_biases(name, shape)
+    return (matrix or is_stack(name, shape)) and max(shape[-2:]) < _LONGEST_SIDE
+
+
+MATRICES = Tensors(f"matrices (also stacked experts') with sides under {_LONGEST_SIDE:,}", _is_matrix)
 LINEAR = Tensors(
     "weights of attention and MLP",
     lambda name, shape: MATRICES.match(name, shape) and not _NO_LINEAR_WEIGHT.search(name),
@@ -172,16 +177,30 @@ class Operator:
             packed = _PACKED_QKV.search(name) or (turned and "c_attn" in name)
             blocks = 3 if self.splits_qkv and packed else 1
             given = (Whole(statistics, name),) if self.needs else ()
-            merged, found = [], []
-            for matrices in vectors.matrices(name, blocks):
-                values, facts = self.function(matrices, *given, **arguments)
-                merged.append(values)
-                found.append(facts)
-            if found[0]:
-                known[name] = {key: [facts[key] for facts in found] for key in found[0]}
-            whole = np.concatenate(merged)
-            answer = (whole.T if turned else whole).ravel()
-            return lambda chunk, start: answer[start : start + chunk.shape[1]]
+            layers = vectors.matrices(name, blocks)
+            size = vectors.size(name) // len(layers)
+            facts: dict[int, Sequence[Mapping[str, Any]]] = {}
+
+            @lru_cache(maxsize=1)  # chunks come in order, and a whole stack may be too large
+            def answer(layer: int) -> Vector:
+                merged, facts[layer] = zip(
+                    *(self.function(matrices, *given, **arguments) for matrices in layers[layer]), strict=True
+                )
+                found = [block for number in sorted(facts) for block in facts[number]]
+                if found[0]:
+                    known[name] = {key: [block[key] for block in found] for key in found[0]}
+                whole = np.concatenate(merged)
+                return (whole.T if turned else whole).ravel()
+
+            def piece(chunk: Vector, start: int) -> Vector:
+                stop = start + chunk.shape[1]
+                parts = [
+                    answer(layer)[max(start - layer * size, 0) : stop - layer * size]
+                    for layer in range(start // size, (stop - 1) // size + 1)
+                ]
+                return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+            return piece
 
         return Rule(kernel, known, reason)
 

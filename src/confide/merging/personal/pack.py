@@ -181,11 +181,11 @@ def _candidate(name: str, residual: npt.NDArray[np.float32]) -> tuple[Candidate,
     A matrix whose factors would take as much room as its own entries is coded as it is, like a vector: that
     is closer, because one quantised matrix is nearer than the product of two.
     """
-    shape, rows = residual.shape, int(touched(residual).sum())
+    shape, rows = residual.shape, int(touched(name, residual).sum())
     whole = Part(name=name, shape=shape, rows=rows)
     if residual.ndim < 2:
         return Candidate(np.array([_square(residual)]), whole.lengths.bytes), lambda units: whole
-    chosen = matrix(residual)
+    chosen = matrix(name, residual)
 
     def part(units: int) -> Part:
         factored = Part(name=name, shape=shape, rows=rows, rank=units)

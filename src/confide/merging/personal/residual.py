@@ -13,12 +13,14 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from confide.merging.personal.codes import GROUPS, Bytes, Floats, packed_size, quantise, restore
 from confide.merging.personal.factors import factors
+from confide.merging.stacks import is_stack
 
 
 class Part(BaseModel):
     """What a personal file holds of one tensor.
 
-    A tensor of two or more dimensions is a matrix of shape[0] rows. Rows in which the residual is zero
+    A tensor of two or more dimensions is a matrix of shape[0] rows; a stack of experts' matrices is one that
+    has all their rows, since they read one kind of input. Rows in which the residual is zero
     (tokens that no record had) are left out, and a bitmap says which; otherwise codes, which can't be 0,
     would put noise there.
 
@@ -49,12 +51,12 @@ class Part(BaseModel):
     @property
     def height(self) -> int:
         """Rows of the tensor as a matrix."""
-        return self.shape[0] if self.shape else 1
+        return height(self.name, self.shape)
 
     @property
     def width(self) -> int:
         """Columns of the tensor as a matrix."""
-        return math.prod(self.shape[1:])
+        return math.prod(self.shape) // self.height
 
     @property
     def coded(self) -> tuple[int, ...]:
@@ -113,15 +115,22 @@ def packed_bits(count: int) -> int:
     return -(-count // 8)
 
 
-def touched(residual: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+def height(name: str, shape: tuple[int, ...]) -> int:
+    """Rows of a tensor as a matrix."""
+    if is_stack(name, shape):
+        return shape[0] * shape[1]
+    return shape[0] if shape else 1
+
+
+def touched(name: str, residual: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
     """(height,) which rows of a residual hold anything but zeros."""
-    rows = residual.reshape(residual.shape[0] if residual.ndim else 1, -1)
+    rows = residual.reshape(height(name, residual.shape), -1)
     return np.asarray((rows != 0).any(axis=1))
 
 
-def matrix(residual: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def matrix(name: str, residual: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """(rows, width) the rows of a residual that aren't all zero."""
-    rows = touched(residual)
+    rows = touched(name, residual)
     flat = residual.reshape(len(rows), -1)
     return flat if rows.all() else flat[rows]
 
@@ -138,13 +147,13 @@ def encode(name: str, residual: npt.NDArray[Any], rank: int | None) -> Coded:
         residual: finite floats of the tensor's shape.
         rank: of the factors, at most len(spectrum); None for none.
     """
-    rows = touched(residual)
+    rows = touched(name, residual)
     part = Part(name=name, shape=residual.shape, rows=int(rows.sum()), rank=rank)
     bitmap = np.empty(0, np.uint8) if rows.all() else np.packbits(rows)
     if rank is None:
-        codes, scales = quantise(matrix(residual))
+        codes, scales = quantise(matrix(name, residual))
         return Coded(part, bitmap, codes, scales, np.empty(0, np.float32))
-    left, values, right = factors(matrix(residual), rank)
+    left, values, right = factors(matrix(name, residual), rank)
     pairs = [quantise(left), quantise(right)]
     codes, scales = (np.concatenate(side) for side in zip(*pairs, strict=True))
     return Coded(part, bitmap, codes, scales, values.astype(np.float32))
