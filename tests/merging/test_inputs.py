@@ -313,8 +313,6 @@ def test_two_tokenizers(base: Path, release: Make, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "turned"), [("gpt_oss", True), ("llama4_text", True), ("moe_bert", False)]
 )
-    ("family", "turned"), [("gpt_oss", True), ("llama4_text", True), ("moe_bert", False)]
-)
 def test_stacks_of_experts_that_are_kept_as_in_by_out(family: str, turned: bool) -> None:
     stacks = {f"layers.0.mlp.experts.{part}_proj" for part in ("gate_up", "down")}
     others = {"layers.0.mlp.experts.down_proj_bias", "layers.0.self_attn.o_proj.weight"}
