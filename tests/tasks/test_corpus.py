@@ -49,6 +49,14 @@ def test_a_shared_text_is_refused_without_showing_it() -> None:
     assert "fine" not in str(error.value)
 
 
+def test_a_line_of_a_record_is_shared_too() -> None:
+    """Notes of several lines that were written to a file are lines there."""
+    note = "Patient has a rash.\n\nSees Dr Smith"
+    with pytest.raises(DataError, match="the first at text 2"):
+        check_public(["new", "sees dr smith"], [note], "notes.csv")
+    check_public(["patient has a", "--"], [note], "notes.csv")
+
+
 def test_brown_is_a_corpus_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("confide.tasks.corpus.other_sentences", lambda: ("a sentence",))
     assert read_corpus("brown") == read_corpus(Path("brown")) == ("a sentence",)

@@ -66,12 +66,13 @@ def texts_of(task: TaskData) -> tuple[str, ...]:
 
 
 def check_public(corpus: Sequence[str], records: Sequence[str], where: str) -> None:
-    """Make sure that no text of a public corpus is a private record's (normalised as `check_disjoint` does).
+    """Make sure that no text of a public corpus is a private record, or a line of one, as a file with one text a
+    line would hold it (normalised as `check_disjoint` does).
 
     Raises:
         DataError: they share a text. Its line is named, not its content.
     """
-    private = {normalise(text) for text in records}
+    private = {normalise(part) for text in records for part in (text, *text.splitlines())}
     shared = [number for number, text in enumerate(corpus, start=1) if normalise(text) in private]
     if shared:
         raise DataError(
