@@ -66,8 +66,8 @@ def texts_of(task: TaskData) -> tuple[str, ...]:
 
 
 def check_public(corpus: Sequence[str], records: Sequence[str], where: str) -> None:
-    """Make sure that no text of a public corpus is a private record, or a line of one, as a file with one text a
-    line would hold it (normalised as `check_disjoint` does).
+    """Make sure that no text of a public corpus is a private record, or a line of one (normalised as
+    `check_disjoint` does): a file with one text a line holds a note of several lines in parts.
 
     Raises:
         DataError: they share a text. Its line is named, not its content.
