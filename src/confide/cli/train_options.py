@@ -51,7 +51,7 @@ def read_options(
     from confide.tasks.files import read_task
 
     given = {name: options[name] for name in Settings.model_fields if name in options}
-    given["delta"] = _number_or_rule(options["delta"])
+    given["delta"] = number_or_rule(options["delta"])
     given["trainable"] = {name: options[name] for name in ("blocks", "rank") if options[name] is not None}
     given["trainable"]["kind"] = options["trainable"]
     changed = {name for name, value in options.items() if value != defaults[name]}
@@ -138,7 +138,12 @@ def _range(said: str | None) -> tuple[float, float] | None:
     return low, high
 
 
-def _number_or_rule(delta: str) -> float | str:
+def number_or_rule(delta: str) -> float | str:
+    """What --delta means.
+
+    Raises:
+        ConfigError: neither a number nor a rule.
+    """
     from confide.errors import ConfigError
 
     if delta in ("auto", "1/n", "n^-1.1"):
