@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import settings as chosen
 from hypothesis import strategies as st
 
 from confide.errors import ConfigError, ModelError, PrivacyError
@@ -44,10 +45,10 @@ DELTA = 1e-5
 ASKED: dict[str, Any] = {"dataset": "clinic", "expected": 10_000, "noise": 0.3, "draws": 2}
 
 
-def settings(**chosen: Any) -> Settings:
+def settings(**own: Any) -> Settings:
     given = {"epsilon": 1.0, "delta": DELTA, "max_length": 20, "trainable": {"rank": 2}}
     return Settings.of(
-        {"method": "raptor", "experts": {"layer": "last", "rank": 2}, **given, **chosen},
+        {"method": "raptor", "experts": {"layer": "last", "rank": 2}, **given, **own},
     )
 
 
@@ -66,9 +67,11 @@ def ledger(tmp_path: Path) -> Ledger:
     return Ledger.open(str(tmp_path / "ledger.sqlite"))
 
 
-def ask(prepared: Prepared, base: PublicBase, ledger: Ledger | None = None, **chosen: Any) -> Any:
-    own = {key: chosen.pop(key) for key in ("epsilon", "declared_units") if key in chosen}
-    return private_sensitivities(prepared, base, settings(**own), **{**ASKED, **chosen}, ledger=ledger)
+def ask(
+    prepared: Prepared, base: PublicBase, ledger: Ledger | None = None, n: int | None = None, **own: Any
+) -> Any:
+    asked = {**ASKED, **own}
+    return private_sensitivities(prepared, base, settings(declared_units=n), **asked, ledger=ledger)
 
 
 def test_without_noise_it_is_the_public_mean(
@@ -139,6 +142,7 @@ def test_a_unit_of_several_rows_has_their_mean(base: PublicBase, make_task: Make
 any_float = st.floats(allow_nan=True, allow_infinity=True)
 
 
+@chosen(deadline=None)
 @given(st.lists(any_float, max_size=20), any_float, any_float, st.floats(1e-6, 1e6))
 def test_one_unit_moves_a_sum_by_at_most_the_bound(
     others: list[float], one: float, other: float, bound: float
@@ -195,7 +199,7 @@ def test_a_draw_is_divided_by_its_declared_size(
     monkeypatch.setattr(private_sensitivity, "unit_rises", ones)
     monkeypatch.setattr(private_sensitivity, "add_noise", lambda sums, std, stream: sums)
     for _ in range(4):
-        found = ask(prepared, base, expected=6, declared_units=24, bounds=(1.0, 1.0))
+        found = ask(prepared, base, expected=6, n=24, bounds=(1.0, 1.0))
         assert found.spending.units == 24
         assert found.spending.schedule.queries[0].sampling_rate == 6 / 24
         assert found.shared.value == joined[-1] / 6
@@ -269,9 +273,9 @@ def test_a_failure_costs_only_what_may_have_been_answered(
 def test_what_makes_no_sense_is_refused(
     prepared: Prepared, base: PublicBase, tiny_base: Path, ledger: Ledger
 ) -> None:
-    for chosen in ({"bounds": (0.0, 1.0)}, {"bounds": (1.0, math.inf)}, {"draws": 0}, {"noise": 0.0}):
+    for wrong in ({"bounds": (0.0, 1.0)}, {"bounds": (1.0, math.inf)}, {"draws": 0}, {"noise": 0.0}):
         with pytest.raises(ConfigError, match="positive"):
-            ask(prepared, base, ledger, **chosen)
+            ask(prepared, base, ledger, **wrong)
     with pytest.raises(ModelError, match="dense model"):
         ask(prepared, PublicBase.of(str(tiny_base)), ledger)
     with pytest.raises(PrivacyError):
@@ -300,6 +304,6 @@ def test_a_model_that_remembers_rows_is_refused(base: PublicBase, make_task: Mak
 def test_an_empty_draw_is_an_answer(base: PublicBase, make_task: MakeTask) -> None:
     task = make_task(train=2)
     few = dataclasses.replace(task, train=Records.of(task.train.texts, task.train.labels.tolist()))
-    found = ask(prepare(few, base, 20), base, expected=1, declared_units=1_000_000, bounds=(1.0, 1.0))
+    found = ask(prepare(few, base, 20), base, expected=1, n=1_000_000, bounds=(1.0, 1.0))
     assert math.isfinite(found.shared.value)
     assert not found.shared.clear or not found.own.clear
