@@ -266,7 +266,8 @@ def _unclear(what: str, kind: NoisySensitivity) -> list[str]:
         return []
     return [
         f"λ of {what} is {kind.value:.3g}, and the noise in it has a standard deviation of {kind.noise:.2g}: "
-        "it may be nothing but noise. More records, more --texts, or a larger --epsilon make it clearer."
+        "it may be nothing but noise. More records, more --texts, a larger --epsilon, or more --draws, which "
+        "cost nothing, make it clearer."
     ]
 
 
