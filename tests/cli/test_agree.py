@@ -43,3 +43,28 @@ def test_tasks_that_cant_be_read(confide: Confide, tiny_base: Path, tmp_path: Pa
         answer = confide("agree", "--base", tiny_base, "--out", tmp_path / "a.json", "--task", text)
         assert "NAME=label,label" in answer.message()
     assert not (tmp_path / "a.json").exists()
+
+
+def test_an_agreement_about_experts(
+    confide: Confide, train: Confide, reviews: Path, sparse_base: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "agreement.json"
+    given = ("agree", "--base", sparse_base, "--out", file, "--max-length", 20, "--rank", 2)
+    assert "needs --method raptor" in confide(*given, "--layer", "last").message()
+    assert "an agreement names the layer" in confide(*given, "--method", "raptor").message()
+    sparse = (*given, "--method", "raptor", "--layer", "last")
+    idle = confide(*sparse, "--variant", "shared-only").message()
+    assert "--layer has no effect here" in idle
+    assert "--record-weight: Input should be" in confide(*sparse, "--record-weight", "much").message()
+    made = confide(*sparse, "--shared-share", 0.8, "--expert-clipping", "flat", "--json").json()
+    assert made["trainable"]["blocks"] == 0
+    experts = made["experts"]
+    assert (experts["layer"], experts["rank"]) == ("last", 2)
+    assert (experts["shared_share"], experts["clipping"]) == (0.8, "flat")
+    assert not {"public", "steps", "learning_rate", "diagnostics"} & experts.keys()
+
+    own = ("--base", sparse_base, "--method", "raptor", "--agreement", file, "--dry-run", "--layer", "last")
+    refused = train(reviews, *own, "--expert-clipping", "flat").message()
+    assert "experts.shared_share is agreed to be 0.8, and this run has 0.9" in refused
+    kept = train(reviews, *own, "--expert-clipping", "flat", "--shared-share", 0.8)
+    assert kept.code == 0, kept.err

@@ -114,3 +114,82 @@ def test_a_budget_is_divided_by_what_noise_does(confide: Confide, sparse_base: P
     assert other["shared_share"] > found["shared_share"]
     assert "RAPTOR's own rule" in confide(*common, *quick).out
     assert "needs a corpus" in confide(*common, "--layer", "entropy").message()
+
+
+QUICK = ("--draws", 2, "--texts", 20, "--rank", 2, "--noise", 0.3, "--max-length", 20)
+
+
+def test_a_budget_by_private_records_is_charged(
+    confide: Confide, sparse_base: Path, reviews: Path, tmp_path: Path
+) -> None:
+    book = tmp_path / "ledger.sqlite"
+    private = ("--dataset", "clinic", "--epsilon", 1, "--delta", 1e-5, "--ledger", book)
+    common = ("moe", "budget", "--model", sparse_base, "--data", reviews, *QUICK)
+    found = confide(*common, *private, "--bound", 50, "--expert-bound", 5, "--json").json()
+    spent = found["spent"]
+    assert 0.999 < spent["claim"]["epsilon"] <= 1
+    assert (spent["units"], spent["sampling_rate"], spent["dataset"]) == (64, 20 / 64, "clinic")
+    assert len(set(spent["noise_multipliers"])) == 1
+    assert found["shared"]["noise"] == pytest.approx(spent["noise_multipliers"][0] * 50 / 20)
+    assert found["own"]["harm"] == pytest.approx(16 * found["own"]["sensitivity"])
+    assert "error" not in found["shared"]  # its spread over the draws is one of the records
+    divides = found["shared"]["sensitivity"] > 0 and found["own"]["sensitivity"] > 0
+    assert (found["shared_share"] is not None) == divides
+    assert any("nothing but noise" in sentence for sentence in found["warnings"])  # 20 records
+
+    answer = confide(*common, *private, "--declared-units", 70, "--labels", "neg,pos")
+    assert answer.code == 0, answer.err
+    assert re.search(r"Spent on clinic: ε = (1|0\.999\d+), δ = ", answer.out)
+    assert "n = 70 counts as public" in answer.out
+    assert "confide ledger show clinic" in answer.out
+    assert "Warning: λ of" in answer.out
+
+    (shown,) = confide("ledger", "show", "clinic", "--ledger", book, "--json").json()["datasets"]
+    assert [charge["state"] for charge in shown["charges"]] == ["settled", "settled"]
+    assert shown["charges"][0]["run"] == spent["run"]
+    assert shown["epsilon_filter"] > shown["epsilon_pld"] > 1.2
+
+    assert confide("ledger", "cap", "clinic", "--epsilon", 2, "--delta", 1e-5, "--ledger", book).code == 0
+    assert "the cap on clinic is epsilon = 2" in confide(*common, *private).message()
+    unmarked = confide(*common, *private[:6], "--ledger", "none", "--bound", 50, "--expert-bound", 5)
+    assert "no ledger is charged" in unmarked.err
+    assert "No ledger was charged" in unmarked.out
+
+
+def test_a_charged_budget_and_training_add_up(
+    confide: Confide, train: Confide, sparse_base: Path, reviews: Path, tmp_path: Path
+) -> None:
+    book = ("--ledger", tmp_path / "ledger.sqlite")
+    asked = ("--bound", 50, "--expert-bound", 5, "--dataset", "reviews-2026", "--epsilon", 1)
+    common = ("moe", "budget", "--model", sparse_base, "--data", reviews, *QUICK)
+    assert confide(*common, *asked, *book, "--json").code == 0
+    own = ("--base", sparse_base, "--method", "raptor", "--layer", "last", "--epsilon", 2)
+    assert train(reviews, *own, *book).code == 0
+    (shown,) = confide("ledger", "show", "reviews-2026", *book, "--json").json()["datasets"]
+    assert len(shown["charges"]) == 2
+    assert 2 < shown["epsilon_pld"] < 3
+    assert shown["epsilon_pld"] < shown["epsilon_filter"]
+
+
+def test_what_a_budget_refuses(
+    confide: Confide, sparse_base: Path, tiny_base: Path, reviews: Path, tmp_path: Path
+) -> None:
+    common = ("moe", "budget", "--data", reviews, *QUICK, "--model")
+    book = ("--ledger", tmp_path / "ledger.sqlite")
+    private = ("--dataset", "clinic", *book)
+    for option in ("--bound", "--epsilon", "--declared-units"):
+        assert (
+            f"{option} has no effect here: it needs --dataset"
+            in confide(*common, sparse_base, option, 3).message()
+        )
+    assert "needs --unit" in confide(*common, sparse_base, *private, "--rows-per-unit", 3).message()
+    for wrong in (("--bound", 0), ("--expert-bound", -1)):
+        assert "must be positive" in confide(*common, sparse_base, *private, *wrong).message()
+    assert "dense model" in confide(*common, tiny_base, *private).message()
+    assert (
+        "--epsilon: Input should be greater"
+        in confide(*common, sparse_base, *private, "--epsilon", 0).message()
+    )
+    assert "--delta: a number" in confide(*common, sparse_base, *private, "--delta", 2).message()
+    assert "at most 32 tokens" in confide(*common, sparse_base, *private, "--max-length", 90).message()
+    assert confide("ledger", "show", *book, "--json").json()["datasets"] == []

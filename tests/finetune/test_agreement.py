@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from confide.errors import ConfigError, ReleaseError
-from confide.finetune.agreement import agreement, tokenizer_hash
+from confide.finetune.agreement import agreed, agreement, tokenizer_hash
 from confide.finetune.base import PublicBase
 from confide.finetune.run import finetune, prepare
 from confide.finetune.settings import Settings
@@ -41,7 +41,7 @@ def base(tiny_base: Path) -> PublicBase:
 def made(base: PublicBase, folder: Path, tasks: Any = TASKS, **chosen: Any) -> Path:
     path = folder / f"agreement-{len(list(folder.iterdir()))}.json"
     value = agreement(Settings.of(SMALL | chosen), base.identity, base.folder, tasks)
-    path.write_text(json.dumps(value.model_dump(mode="json")))
+    path.write_text(json.dumps(value.to_json()))
     return path
 
 
@@ -171,3 +171,79 @@ def test_an_unknown_key_is_refused(base: PublicBase, tmp_path: Path) -> None:
     path.write_text(json.dumps(value))
     with pytest.raises(ConfigError, match="rank"):
         read(path)
+
+
+EXPERTS: dict[str, Any] = {"layer": "last", "rank": 2}
+SPARSE: dict[str, Any] = {"method": "raptor", "trainable": {"rank": 2}, "experts": EXPERTS}
+
+
+def test_experts_are_agreed_on(sparse_base: Path, make_task: MakeTask, tmp_path: Path) -> None:
+    base = PublicBase.of(str(sparse_base))
+    path = made(base, tmp_path, {}, **SPARSE)
+    assert read(path).experts is not None
+    for changed, message in (
+        ({"layer": "first"}, r"experts\.layer is agreed to be last, and this run has first"),
+        ({"variant": "one-draw"}, r"experts\.variant is agreed to be raptor"),
+        ({"vote": "majority"}, r"experts\.vote is agreed to be plurality"),
+        ({"train": "weights"}, r"experts\.train is agreed to be lora"),
+        ({"rank": 4}, r"experts\.rank is agreed to be 2, and this run has 4"),
+        ({"clipping": "flat"}, r"experts\.clipping is agreed to be normalised"),
+        ({"clipping_bound": 2.0}, r"experts\.clipping_bound is agreed to be 1\.0, and this run has 2\.0"),
+        ({"denominator": "batch"}, r"experts\.denominator is agreed to be even"),
+        ({"record_weight": "none"}, r"experts\.record_weight is agreed to be residual"),
+        ({"record_memory": 0.5}, r"experts\.record_memory is agreed to be 0\.0"),
+        ({"shared_share": 0.5}, r"experts\.shared_share is agreed to be 0\.9"),
+        ({"split": "paper-ratio"}, r"experts\.split is agreed to be shared_share"),
+    ):
+        other = Settings.of(SMALL | SPARSE | {"experts": EXPERTS | changed, "agreement": path})
+        with pytest.raises(ConfigError, match=message):
+            agreed(other, make_task("films"), base.identity, base.folder)
+    own = EXPERTS | {"steps": 7, "learning_rate": 0.3, "diagnostics": True}
+    kept = Settings.of(SMALL | SPARSE | {"experts": own, "agreement": path})
+    assert agreed(kept, make_task("films"), base.identity, base.folder) == read(path)
+
+
+def test_a_key_of_experts_that_is_missing_is_refused(
+    sparse_base: Path, make_task: MakeTask, tmp_path: Path
+) -> None:
+    base = PublicBase.of(str(sparse_base))
+    path = made(base, tmp_path, {}, **SPARSE)
+    value = json.loads(path.read_text())
+    del value["experts"]["layer"]
+    path.write_text(json.dumps(value))
+    kept = Settings.of(SMALL | SPARSE | {"agreement": path})
+    with pytest.raises(ConfigError, match=r"experts\.layer is agreed to be None"):
+        agreed(kept, make_task("films"), base.identity, base.folder)
+
+
+def test_mixtures_and_dense_models_agree_apart(
+    sparse_base: Path, make_task: MakeTask, tmp_path: Path
+) -> None:
+    base = PublicBase.of(str(sparse_base))
+    about_dense, about_sparse = made(base, tmp_path, {}), made(base, tmp_path, {}, **SPARSE)
+    assert "experts" not in json.loads(about_dense.read_text())  # its hash is what it was before experts
+    for path, chosen, message in (
+        (about_dense, SPARSE, "is about a dense model, and this run trains a mixture of experts"),
+        (about_sparse, {}, "is about a mixture of experts, and this run trains a dense model"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            agreed(
+                Settings.of(SMALL | chosen | {"agreement": path}),
+                make_task("films"),
+                base.identity,
+                base.folder,
+            )
+    assert "experts.layer: None (a), last (b)" in differences(
+        {"a": read(about_dense), "b": read(about_sparse)}
+    )
+    with pytest.raises(ConfigError, match="an agreement names the layer"):
+        made(base, tmp_path, {}, method="raptor")
+
+
+def test_a_release_of_a_mixture_carries_it(sparse_base: Path, make_task: MakeTask, tmp_path: Path) -> None:
+    base = PublicBase.of(str(sparse_base))
+    path = made(base, tmp_path, {}, **SPARSE)
+    settings = Settings.of(SMALL | SPARSE | {"agreement": path})
+    tuned = finetune(prepare(make_task("films"), base, settings.max_length), base, settings, simulate=1)
+    assert tuned.release(tmp_path / "release").agreement == read(path).hash
+    assert verify(tmp_path / "release").agreement == read(tmp_path / "release" / "agreement.json").hash

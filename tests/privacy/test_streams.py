@@ -171,6 +171,20 @@ def test_queries_beside_the_gradients_are_charged(stream: Make) -> None:
             Query("q", "fisher", sigmas)
 
 
+def test_a_query_alone_on_a_draw_of_its_own() -> None:
+    query = Query("sensitivity", "sensitivity", (6.0, 8.0), 0.25)
+    schedule = Schedule((), queries=(query,))
+    assert schedule.private
+    assert schedule.event() == Composed((PoissonGaussian(0.25, (6.0, 8.0), 1),))
+    (together,) = effective(schedule.event())
+    assert together == PoissonGaussian(0.25, (4.8,), 1)  # before subsampling
+    for rate in (0.0, 1.5, math.nan):
+        with pytest.raises(PrivacyError, match="sampling rate"):
+            dataclasses.replace(query, sampling_rate=rate)
+    with pytest.raises(PrivacyError, match="at least one stream or query"):
+        Schedule(())
+
+
 @pytest.mark.parametrize("sampling", ["shuffled", "fixed-size", "without-replacement", ""])
 def test_only_poisson_draws_have_a_claim(stream: Make, sampling: str) -> None:
     with pytest.raises(PrivacyError, match=r"22\.8 .* claimed .* 4 .*37\.4"):

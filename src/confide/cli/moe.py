@@ -1,4 +1,4 @@
-"""`confide moe`: what mixtures of experts need before they are trained, on public text; and `diagnose`."""
+"""`confide moe`: what mixtures of experts need before they are trained; `routing` and `upcycle` are here."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Annotated, Any, Literal
 import typer
 
 from confide.cli.diagnose import diagnose
+from confide.cli.moe_budget import budget
 from confide.cli.output import print_json, print_table
 from confide.cli.progress import progress_bars
 
-app = typer.Typer(help="Prepare mixtures of experts, on public text, and diagnose.", no_args_is_help=True)
+app = typer.Typer(help="Prepare mixtures of experts, and diagnose.", no_args_is_help=True)
 app.command("diagnose")(diagnose)
+app.command("budget")(budget)
 
 Corpus = Annotated[
     Path, typer.Option(help="Public texts, one a line, or `brown`. Nothing read here is charged.")
@@ -132,84 +134,6 @@ def upcycle(
     else:
         what, same = made.in_words()
         print(f"{out}: {what}\n{same}")
-
-
-@app.command("budget")
-def budget(
-    model: Annotated[
-        str, typer.Option(help="Mixture of experts: a folder, package:NAME, or a Hugging Face id.")
-    ],
-    data: Annotated[Path, typer.Option(help="Public labelled texts. Nothing read here is charged.")],
-    text: Annotated[str, typer.Option(help="Column of texts.")] = "text",
-    label: Annotated[str, typer.Option(help="Column of labels.")] = "label",
-    layer: Annotated[
-        str, typer.Option(help="Layer to train: first, last, or the number of a block.")
-    ] = "last",
-    rank: Annotated[int, typer.Option(help="LoRA rank, that of experts included.", min=1)] = 8,
-    clipping_bound: Annotated[float, typer.Option(help="C of the shared stream.")] = 1.0,
-    expert_clipping_bound: Annotated[float, typer.Option(help="C of the stream of experts.")] = 1.0,
-    noise: Annotated[float, typer.Option(help="Standard deviation of the noise injected.")] = 0.01,
-    draws: Annotated[int, typer.Option(help="Draws of it, each with both signs.", min=2)] = 16,
-    texts: Annotated[int, typer.Option(help="Texts to use at most.", min=1)] = 500,
-    max_length: Length = 64,
-    seed: Seed = 0,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
-) -> None:
-    """Say how to divide a budget, from how noise on either stream raises the loss on public records."""
-    import dataclasses
-
-    import numpy as np
-
-    from confide.errors import ConfigError
-    from confide.finetune.prepare import counter
-    from confide.finetune.sensitivity import stream_sensitivities
-    from confide.finetune.settings import Settings
-    from confide.models.backbones import load_classifier, resolve
-    from confide.privacy.splits import best_share, paper_share
-    from confide.tasks.files import read_task
-    from confide.tasks.records import Records
-
-    if not (noise > 0 and clipping_bound > 0 and expert_clipping_bound > 0):
-        raise ConfigError("--noise, --clipping-bound and --expert-clipping-bound must be positive")
-    if layer == "entropy":
-        raise ConfigError("--layer entropy needs a corpus: find the block with `confide moe routing` first")
-    settings = Settings.of(
-        {
-            "method": "raptor",
-            "trainable": {"rank": rank},
-            "max_length": max_length,
-            "seed": seed,
-            "experts": {"layer": layer, "rank": rank},
-        }
-    )
-    records = read_task(data, text=text, label=label, name="public", seed=seed)
-    kept = np.sort(np.random.default_rng(seed).permutation(len(records.train))[:texts])
-    few = Records.of([records.train.texts[row] for row in kept], records.train.labels[kept].tolist())
-    task = dataclasses.replace(records, train=few)
-    classifier = load_classifier(resolve(model), task.labels, seed)
-    with progress_bars(show=not json) as progress:
-        advance = counter(progress, "losses", 4 * draws + 2)
-        found = stream_sensitivities(classifier, settings, task, noise=noise, draws=draws, progress=advance)
-    shared = found.shared.value * clipping_bound**2
-    own = found.own.value * found.experts**2 * expert_clipping_bound**2
-    result = {
-        "layer": found.layer,
-        "experts": found.experts,
-        "shared": {"sensitivity": found.shared.value, "error": found.shared.error, "harm": shared},
-        "own": {"sensitivity": found.own.value, "error": found.own.error, "harm": own},
-        "shared_share": best_share(shared, own),
-        "paper_share": paper_share(shared, own),
-    }
-    if json:
-        print_json(result)
-        return
-    rows = [
-        [name, f"{kind.value:.4g} ± {kind.error:.2g}", f"{harm:.4g}"]
-        for name, kind, harm in (("shared", found.shared, shared), ("experts", found.own, own))
-    ]
-    print_table(f"Noise on block {found.layer}'s experts and on the rest", ("stream", "λ", "per σ²"), rows)
-    print(f"--shared-share {result['shared_share']:.3f}")
-    print(f"RAPTOR's own rule, a share of ε for `split: paper-ratio`: {result['paper_share']:.3f}")
 
 
 def _public(corpus: Path, data: Path | None, text: str, count: int, seed: int) -> tuple[str, ...]:

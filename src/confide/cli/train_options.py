@@ -51,7 +51,7 @@ def read_options(
     from confide.tasks.files import read_task
 
     given = {name: options[name] for name in Settings.model_fields if name in options}
-    given["delta"] = _number_or_rule(options["delta"])
+    given["delta"] = number_or_rule(options["delta"])
     given["trainable"] = {name: options[name] for name in ("blocks", "rank") if options[name] is not None}
     given["trainable"]["kind"] = options["trainable"]
     changed = {name for name, value in options.items() if value != defaults[name]}
@@ -62,18 +62,18 @@ def read_options(
     if sparse:
         given["experts"] = {**experts, "rank": options["rank"]}
     elif idle := [option for option in _EXPERTS if option in changed]:
-        raise ConfigError(f"{_spelled(idle[0])} has no effect here: it needs --method raptor")
-    settings = Settings.of({key: value for key, value in given.items() if value is not None}, _spelled)
+        raise ConfigError(f"{spelled_option(idle[0])} has no effect here: it needs --method raptor")
+    settings = Settings.of({key: value for key, value in given.items() if value is not None}, spelled_option)
     nested = {"blocks"} if sparse else {"blocks", "rank"}  # of raptor, the experts' LoRA has the rank too
     chosen = {f"trainable.{name}" for name in changed & nested}
     chosen |= {f"experts.{key}" for option, key in _EXPERTS.items() if option in changed}
-    refuse_idle(settings, changed | chosen, _spelled)
+    refuse_idle(settings, changed | chosen, spelled_option)
     for name, needed, acts in (
         ("rows_per_unit", "--unit", options["unit"] is not None),
         ("test_size", "no --test-data", options["test_data"] is None),
     ):
         if name in changed and not acts:
-            raise ConfigError(f"{_spelled(name)} has no effect here: it needs {needed}")
+            raise ConfigError(f"{spelled_option(name)} has no effect here: it needs {needed}")
     if options["task"] is None:
         try:
             check_task_name(options["dataset"])
@@ -88,7 +88,7 @@ def read_options(
     if options["language_model"] or options["target"] is not None:
         for name in ("label", "labels", "label_range"):
             if name in changed:
-                raise ConfigError(f"{_spelled(name)} has no effect here: a language model learns texts")
+                raise ConfigError(f"{spelled_option(name)} has no effect here: a language model learns texts")
     labels = options["labels"]
     records = read_task(
         Path(options["data"]),
@@ -106,7 +106,7 @@ def read_options(
     return settings, records, PublicBase.of(options["base"])
 
 
-def _spelled(key: str) -> str:
+def spelled_option(key: str) -> str:
     """The option that sets a key of the settings."""
     section, _, last = key.rpartition(".")
     own = {key: option for option, key in _EXPERTS.items()}
@@ -138,7 +138,12 @@ def _range(said: str | None) -> tuple[float, float] | None:
     return low, high
 
 
-def _number_or_rule(delta: str) -> float | str:
+def number_or_rule(delta: str) -> float | str:
+    """What --delta means.
+
+    Raises:
+        ConfigError: neither a number nor a rule.
+    """
     from confide.errors import ConfigError
 
     if delta in ("auto", "1/n", "n^-1.1"):

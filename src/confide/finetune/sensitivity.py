@@ -44,9 +44,6 @@ def sensitivity(
 ) -> Sensitivity:
     """Inject Gaussian noise into parameters, and take it out again (RAPTOR, arXiv 2609.05770).
 
-    Each draw z is added and subtracted, so that the gradient cancels: λ is the mean of
-    (L(w + sz) + L(w − sz) − 2L(w)) / 2s².
-
     Args:
         parameters: of one stream, by name; bitwise as before afterwards.
         loss: mean loss over public records at the current weights, the same records each time. It must be
@@ -60,15 +57,50 @@ def sensitivity(
     """
     if draws < 2:
         raise ModelError(f"{draws} draw of noise gives no error of the sensitivity; take at least 2")
+    values = rises(
+        parameters,
+        lambda: torch.tensor(loss(), dtype=torch.float64),
+        noise=noise,
+        draws=draws,
+        seed=seed,
+    )
+    if not bool(values.isfinite().all()):
+        raise ModelError(f"the loss isn't finite under noise of {noise:g}; inject less")
+    return Sensitivity(float(values.mean()), float(values.std()) / math.sqrt(draws))
+
+
+def rises(
+    parameters: Mapping[str, nn.Parameter],
+    losses: Callable[[], Tensor],
+    *,
+    noise: float,
+    draws: int,
+    seed: int = 0,
+) -> Tensor:
+    """How losses rise per unit of variance, for each draw of noise on the parameters.
+
+    Each draw z is added and subtracted, so that the gradient cancels:
+    (L(w + sz) + L(w − sz) − 2L(w)) / 2s².
+
+    Args:
+        parameters: by name; bitwise as before afterwards.
+        losses: at the current weights, of any shape, float64. What they are computed from is as private as
+            what comes out.
+        noise: s.
+        seed: of z; public.
+
+    Returns:
+        (draws, *shape of the losses) float64.
+    """
     generator = torch.Generator().manual_seed(seed)
     before = {name: parameter.data for name, parameter in parameters.items()}
 
-    def at(z: Mapping[str, Tensor], sign: float) -> float:
+    def at(z: Mapping[str, Tensor], sign: float) -> Tensor:
         for name, parameter in parameters.items():
             parameter.data = before[name].add(z[name], alpha=sign * noise)
-        return loss()
+        return losses()
 
-    start = loss()
+    start = losses()
     found = []
     try:
         for _ in range(draws):
@@ -80,10 +112,43 @@ def sensitivity(
     finally:
         for name, parameter in parameters.items():
             parameter.data = before[name]
-    values = torch.tensor(found, dtype=torch.float64)
-    if not bool(values.isfinite().all()):
-        raise ModelError(f"the loss isn't finite under noise of {noise:g}; inject less")
-    return Sensitivity(float(values.mean()), float(values.std()) / math.sqrt(draws))
+    return torch.stack(found)
+
+
+@dataclass(frozen=True)
+class TwoStreams:
+    """A classifier whose head is untrained, with the parameters of RAPTOR's two streams.
+
+    Attributes:
+        model: of the classifier.
+        layer: block whose experts are trained.
+        experts: E.
+        shared, own: parameters of the shared stream and of that layer's experts, by name.
+    """
+
+    model: Any
+    layer: int
+    experts: int
+    shared: Mapping[str, nn.Parameter]
+    own: Mapping[str, nn.Parameter]
+
+    @classmethod
+    def of(cls, classifier: Classifier, settings: Settings, task: TaskData) -> TwoStreams:
+        """Attach the experts that the settings name to a classifier of its own.
+
+        Raises:
+            ConfigError, ModelError: as `attach_experts` and `adapt`.
+        """
+        (layer,) = layers = attach_experts(classifier, settings, task)
+        adapted = adapt(classifier, settings.trainable, settings.seed, layers)
+        named = dict(classifier.model.named_parameters())
+        return cls(
+            classifier.model,
+            layer.number,
+            layer.experts,
+            {name: named[name] for name in (*adapted.encoder, *adapted.head)},
+            {name: named[name] for name in adapted.expert_parameters},
+        )
 
 
 @dataclass(frozen=True)
@@ -122,9 +187,7 @@ def stream_sensitivities(
     Raises:
         ModelError: a dense model, or an unknown layer.
     """
-    layers = attach_experts(classifier, settings, task)
-    adapted = adapt(classifier, settings.trainable, settings.seed, layers)
-    model: Any = classifier.model
+    streams = TwoStreams.of(classifier, settings, task)
     encoded = encode(classifier.tokenizer, task.train.texts, settings.max_length)
     labels = torch.from_numpy(task.train.labels)
 
@@ -132,14 +195,13 @@ def stream_sensitivities(
         total = 0.0
         with torch.no_grad():
             for rows, batch in batches(encoded):
-                losses = classification(model(**batch).logits.double(), labels[torch.from_numpy(rows)])
-                total += float(losses.sum())
+                logits = streams.model(**batch).logits.double()
+                total += float(classification(logits, labels[torch.from_numpy(rows)]).sum())
         progress(1)
         return total / len(encoded)
 
-    named = dict(model.named_parameters())
     shared, own = (
-        sensitivity({n: named[n] for n in names}, loss, noise=noise, draws=draws, seed=settings.seed)
-        for names in ((*adapted.encoder, *adapted.head), adapted.expert_parameters)
+        sensitivity(parameters, loss, noise=noise, draws=draws, seed=settings.seed)
+        for parameters in (streams.shared, streams.own)
     )
-    return StreamSensitivities(layers[0].number, layers[0].experts, shared, own)
+    return StreamSensitivities(streams.layer, streams.experts, shared, own)

@@ -155,7 +155,7 @@ class FineTuned:
         except Exception as error:  # a full disk is a bare Exception in the tokenizers library
             raise ReleaseError(f"can't write the tokenizer to {folder}: {error}") from error
         if self.agreement:
-            files.write_json(folder / agreements.FILE_NAME, self.agreement.model_dump(mode="json"))
+            files.write_json(folder / agreements.FILE_NAME, self.agreement.to_json())
         if is_adapter(self.adapted):
             (folder / ADAPTER).mkdir()
             write_adapter(self.adapted, folder / ADAPTER)

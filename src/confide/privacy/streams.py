@@ -279,10 +279,10 @@ class Schedule:
     Streams on one draw step together on the same minibatch; the others alternate in order.
 
     Attributes:
-        streams: in order of execution within a step.
+        streams: in order of execution within a step; none where queries are all that is asked.
         unit: what the claim protects: `record`, or the name of a column whose values are the units.
         adjacency: which data sets are neighbours.
-        queries: statistics of all records that are released beside the gradients.
+        queries: statistics of the records that are released beside the gradients.
     """
 
     streams: tuple[Stream, ...]
@@ -291,8 +291,8 @@ class Schedule:
     queries: tuple[Query, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.streams:
-            raise PrivacyError("a schedule needs at least one stream")
+        if not self.streams and not self.queries:
+            raise PrivacyError("a schedule needs at least one stream or query")
         names = [stream.name for stream in self.streams] + [query.name for query in self.queries]
         if len(set(names)) != len(names):
             raise PrivacyError(f"two streams or queries have the same name: {names}")

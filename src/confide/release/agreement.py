@@ -31,6 +31,7 @@ class Agreement(BaseModel):
         trainable: what is trained, with LoRA's shape.
         clipping, clipping_bound: how a unit's gradient is bounded.
         anchor, anchor_form: the pull to the base.
+        experts: of mixtures of experts: whose experts are trained, and how; None of dense models.
         tasks: labels by task, in the order of the logits; empty leaves tasks open.
     """
 
@@ -44,6 +45,7 @@ class Agreement(BaseModel):
     clipping_bound: float
     anchor: float
     anchor_form: str
+    experts: dict[str, Any] | None = None
     tasks: dict[str, tuple[str, ...]] = {}
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -51,12 +53,21 @@ class Agreement(BaseModel):
     @property
     def hash(self) -> str:
         """SHA-256 of the canonical JSON, whatever the file's layout."""
-        return "sha256:" + hashlib.sha256(canonical(self.model_dump(mode="json")).encode()).hexdigest()
+        return "sha256:" + hashlib.sha256(canonical(self.to_json()).encode()).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values, as the file holds them; of dense models nothing about experts."""
+        return self.model_dump(mode="json", exclude={"experts"} if self.experts is None else None)
 
     def terms(self) -> dict[str, Any]:
-        """Key → value, all but the tasks; parts of `trainable` by themselves. The base goes by its hash."""
-        value = self.model_dump(mode="json", exclude={"format", "base", "tasks", "trainable"})
-        return {**value, **{f"trainable.{key}": part for key, part in sorted(self.trainable.items())}}
+        """Key → value, all but the tasks; parts of `trainable` and `experts` by themselves.
+
+        The base goes by its hash.
+        """
+        value = self.model_dump(mode="json", exclude={"format", "base", "tasks", "trainable", "experts"})
+        parts = {"trainable": self.trainable, "experts": self.experts or {}}
+        nested = {f"{name}.{key}": own[key] for name, own in parts.items() for key in sorted(own)}
+        return {**value, **nested}
 
 
 def read(path: Path) -> Agreement:
