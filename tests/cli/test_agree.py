@@ -55,7 +55,7 @@ def test_an_agreement_about_experts(
     sparse = (*given, "--method", "raptor", "--layer", "last")
     idle = confide(*sparse, "--variant", "shared-only").message()
     assert "--layer has no effect here" in idle
-    assert "--record-weight: Input should be" in confide(*sparse, "--record-weight", "much").message()
+    assert "is not one of 'residual', 'none'" in confide(*sparse, "--record-weight", "much").err
     made = confide(*sparse, "--shared-share", 0.8, "--expert-clipping", "flat", "--json").json()
     assert made["trainable"]["blocks"] == 0
     experts = made["experts"]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
+from confide.choices import ExpertClipping, Method, RecordWeight, Trained, Variant
 from confide.cli.output import print_json
 from confide.cli.train_options import spelled_option
 
@@ -18,12 +19,8 @@ def agree(
         list[str] | None,
         typer.Option(help="NAME=label,label, once for each task; tasks stay open if left out."),
     ] = None,
-    method: Annotated[
-        Literal["dp-merging", "dp-adamw", "raptor", "non-private"], typer.Option(help="How to train.")
-    ] = "dp-merging",
-    trainable: Annotated[
-        Literal["lora", "blocks", "all", "head"], typer.Option(help="What is trained beside the head.")
-    ] = "lora",
+    method: Annotated[Method, typer.Option(help="How to train.")] = "dp-merging",
+    trainable: Annotated[Trained, typer.Option(help="What is trained beside the head.")] = "lora",
     blocks: Annotated[
         int | None,
         typer.Option(help="Top blocks for lora and blocks; 0 for all. 1 if left out; for raptor, all."),
@@ -35,19 +32,19 @@ def agree(
         typer.Option(help="Of raptor: layer whose experts are trained: first, last, or a block's number."),
     ] = None,
     variant: Annotated[
-        str | None, typer.Option(help="Of raptor: the method itself, or what it is compared with.")
+        Variant | None, typer.Option(help="Of raptor: the method itself, or what it is compared with.")
     ] = None,
     shared_share: Annotated[
         float | None, typer.Option(help="Of raptor: the shared stream's share of the budget.")
     ] = None,
     expert_clipping: Annotated[
-        str | None, typer.Option(help="Of raptor: clipping rule of the stream of experts.")
+        ExpertClipping | None, typer.Option(help="Of raptor: clipping rule of the stream of experts.")
     ] = None,
     expert_clipping_bound: Annotated[
         float | None, typer.Option(help="Of raptor: C of the stream of experts.")
     ] = None,
     record_weight: Annotated[
-        str | None, typer.Option(help="Of raptor: how the stream of experts weighs records.")
+        RecordWeight | None, typer.Option(help="Of raptor: how the stream of experts weighs records.")
     ] = None,
     anchor: Annotated[
         float | None, typer.Option(help="λ of the pull to the base; the method's own if left out.")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from confide.choices import Adjacency
 from confide.cli.output import print_json, print_table
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def plan(
     ] = None,
     queries: Annotated[int, typer.Option(help="Noisy queries on each draw; 2 for DP-Merging's pair.")] = 1,
     adjacency: Annotated[
-        Literal["add-or-remove-one", "replace-one"], typer.Option(help="Which data sets are neighbours.")
+        Adjacency, typer.Option(help="Which data sets are neighbours.")
     ] = "add-or-remove-one",
     ledger: _Ledger = None,
     json: _Json = False,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from confide.choices import Adjacency, Trained
 from confide.cli.output import print_json, shown
 
 if TYPE_CHECKING:
@@ -18,9 +19,7 @@ app = typer.Typer(help="Compute and check privacy claims.", no_args_is_help=True
 _Delta = Annotated[str, typer.Option(help="A number, or auto, 1/n, n^-1.1 (these need --records).")]
 _Records = Annotated[int | None, typer.Option(help="n, the number of records (or other units).")]
 _Queries = Annotated[int, typer.Option(help="Noisy queries on each draw; 2 for DP-Merging's pair.")]
-_Adjacency = Annotated[
-    Literal["add-or-remove-one", "replace-one"], typer.Option(help="Which data sets are neighbours.")
-]
+_Adjacency = Annotated[Adjacency, typer.Option(help="Which data sets are neighbours.")]
 _Sampling = Annotated[str, typer.Option(help="How units join a draw; only `poisson` has a bound.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
@@ -117,9 +116,7 @@ def plan(
     base: Annotated[
         str | None, typer.Option(help="Public base, to count parameters and measure time and memory.")
     ] = None,
-    trainable: Annotated[
-        Literal["lora", "blocks", "all", "head"], typer.Option(help="With --base: what is trained.")
-    ] = "lora",
+    trainable: Annotated[Trained, typer.Option(help="With --base: what is trained.")] = "lora",
     blocks: Annotated[int, typer.Option(help="With --base: top blocks; 0 for all.")] = 1,
     rank: Annotated[int, typer.Option(help="With --base: LoRA rank.")] = 8,
     classes: Annotated[int, typer.Option(help="With --base: number of labels.")] = 2,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
+from confide.choices import Statistics
 from confide.cli.output import print_json
 
 
@@ -16,9 +17,7 @@ def statistics(
         Path, typer.Option(help="Public text, one a line; whoever names it says that it is public.")
     ],
     out: Annotated[Path, typer.Option(help="File to write, such as reviews.safetensors.")],
-    kind: Annotated[
-        Literal["grams", "fisher"], typer.Option(help="grams for regmean, fisher for fisher.")
-    ] = "grams",
+    kind: Annotated[Statistics, typer.Option(help="grams for regmean, fisher for fisher.")] = "grams",
     texts: Annotated[int, typer.Option(help="At most this many texts, picked at random with seed 0.")] = 2000,
     base: Annotated[
         str | None,

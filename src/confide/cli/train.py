@@ -7,10 +7,25 @@ import sys
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from confide.choices import (
+    AnchorForm,
+    Ascent,
+    Clipping,
+    Decay,
+    ExpertClipping,
+    Method,
+    Metric,
+    Optimizer,
+    Precision,
+    RecordWeight,
+    Statistics,
+    Trained,
+    Variant,
+)
 from confide.cli.keys import Key, signed, signing_key
 from confide.cli.output import print_json, spelled
 from confide.cli.plan import print_plan
@@ -71,12 +86,8 @@ def train(
     ] = None,
     epsilon: Annotated[float, typer.Option(help="ε of the release.")] = 4.0,
     delta: Annotated[str, typer.Option(help="A number, or auto (min(1e-6, 1/(10n))), 1/n, n^-1.1.")] = "auto",
-    method: Annotated[
-        Literal["dp-merging", "dp-adamw", "raptor", "non-private"], typer.Option(help="How to train.")
-    ] = "dp-merging",
-    trainable: Annotated[
-        Literal["lora", "blocks", "all", "head"], typer.Option(help="What is trained beside the head.")
-    ] = "lora",
+    method: Annotated[Method, typer.Option(help="How to train.")] = "dp-merging",
+    trainable: Annotated[Trained, typer.Option(help="What is trained beside the head.")] = "lora",
     blocks: Annotated[
         int | None,
         typer.Option(help="Top blocks for lora and blocks; 0 for all. 1 if left out; for raptor, all."),
@@ -87,19 +98,17 @@ def train(
     ] = None,
     expected_batch: Annotated[int | None, typer.Option(help="B, mean size of a draw.")] = None,
     steps: Annotated[int | None, typer.Option(help="Noisy steps.")] = None,
-    optimizer: Annotated[Literal["adamw", "sgd"], typer.Option(help="Over the noisy gradients.")] = "adamw",
+    optimizer: Annotated[Optimizer, typer.Option(help="Over the noisy gradients.")] = "adamw",
     learning_rate: Annotated[float | None, typer.Option(help="Of the encoder, at the first step.")] = None,
     head_learning_rate: Annotated[float | None, typer.Option(help="Of the head.")] = None,
-    decay: Annotated[
-        Literal["constant", "linear", "cosine"], typer.Option(help="Of both learning rates.")
-    ] = "linear",
+    decay: Annotated[Decay, typer.Option(help="Of both learning rates.")] = "linear",
     warmup: Annotated[int, typer.Option(help="Steps in which both rates rise from 0 first.")] = 0,
     weight_decay: Annotated[float, typer.Option(help="Decoupled, to 0; only without an anchor.")] = 0.0,
     bias_correction: Annotated[
         float, typer.Option(help="Subtract the noise from AdamW's second moment, down to this; 0 doesn't.")
     ] = 0.0,
     clipping: Annotated[
-        Literal["flat", "normalised", "per-role", "adaptive"],
+        Clipping,
         typer.Option(help="How a unit's gradient is bounded."),
     ] = "flat",
     clipping_bound: Annotated[float | None, typer.Option(help="C.")] = None,
@@ -112,7 +121,7 @@ def train(
         float | None, typer.Option(help="Of adaptive: noise on the number of unclipped units.")
     ] = None,
     ascent: Annotated[
-        Literal["none", "paired", "fresh", "lagged"] | None,
+        Ascent | None,
         typer.Option(help="The method's own if left out."),
     ] = None,
     ascent_radius: Annotated[float | None, typer.Option(help="ρ.")] = None,
@@ -121,16 +130,7 @@ def train(
     ] = 1.0,
     anchor: Annotated[float | None, typer.Option(help="λ of the pull to the base.")] = None,
     variant: Annotated[
-        Literal[
-            "raptor",
-            "one-draw",
-            "one-clip",
-            "one-stream",
-            "shared-only",
-            "experts-only",
-            "monolithic",
-            "non-private",
-        ],
+        Variant,
         typer.Option(help="Of raptor: the method itself, or what it is compared with."),
     ] = "raptor",
     layer: Annotated[
@@ -146,20 +146,18 @@ def train(
     ] = None,
     expert_learning_rate: Annotated[float, typer.Option(help="Of the experts, at the first step.")] = 0.01,
     expert_clipping: Annotated[
-        Literal["flat", "normalised", "adaptive"],
+        ExpertClipping,
         typer.Option(help="Clipping rule of the stream of experts."),
     ] = "normalised",
     expert_clipping_bound: Annotated[float, typer.Option(help="C of the stream of experts.")] = 1.0,
     record_weight: Annotated[
-        Literal["residual", "none"], typer.Option(help="How the stream of experts weighs records.")
+        RecordWeight, typer.Option(help="How the stream of experts weighs records.")
     ] = "residual",
     diagnostics: Annotated[
         bool,
         typer.Option("--diagnostics", help="Measure what the experts made of the records; private."),
     ] = False,
-    anchor_form: Annotated[
-        Literal["coupled", "decoupled"], typer.Option(help="Through the optimizer, or beside it.")
-    ] = "coupled",
+    anchor_form: Annotated[AnchorForm, typer.Option(help="Through the optimizer, or beside it.")] = "coupled",
     unit: Annotated[
         str | None, typer.Option(help="Column that says whose row it is; the claim is then per unit.")
     ] = None,
@@ -167,7 +165,7 @@ def train(
     test_size: Annotated[float, typer.Option(help="Share of units kept for testing.")] = 0.2,
     test_data: Annotated[Path | None, typer.Option(help="A test file instead.")] = None,
     metric: Annotated[
-        Literal["accuracy", "macro-f1", "pearson", "spearman", "rmse", "perplexity"] | None,
+        Metric | None,
         typer.Option(
             help="Score on the test part; by default accuracy, of numbers pearson, of texts perplexity."
         ),
@@ -179,12 +177,10 @@ def train(
     memory: Annotated[
         str | None, typer.Option(help="About how much the process may take, such as 8GiB.")
     ] = None,
-    precision: Annotated[
-        Literal["float32", "bfloat16"], typer.Option(help="Of the forward and the backward pass.")
-    ] = "float32",
+    precision: Annotated[Precision, typer.Option(help="Of the forward and the backward pass.")] = "float32",
     max_length: Annotated[int, typer.Option(help="Tokens of a text; longer ones are cut.")] = 64,
     release_statistics: Annotated[
-        Literal["grams", "fisher"] | None,
+        Statistics | None,
         typer.Option(help="Release them with the weights, noised, for regmean or fisher; a charged query."),
     ] = None,
     statistics_noise: Annotated[float, typer.Option(help="σ of that query.")] = 5.0,

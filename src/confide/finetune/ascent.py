@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from confide.choices import Ascent
 from confide.errors import ConfigError
-from confide.finetune.settings import AscentChoice, Settings
+from confide.finetune.settings import Settings
 
 DEFAULT_ANCHOR = 0.001
 
 
-def ascent_of(settings: Settings, *, encoder: bool) -> AscentChoice:
+def ascent_of(settings: Settings, *, encoder: bool) -> Ascent:
     """Where gradients are taken, with the method's own where nothing is chosen; `encoder` as below."""
     return settings.ascent or ("paired" if settings.method == "dp-merging" and encoder else "none")
 

@@ -6,19 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from confide.models.moe.owners import Vote
+from confide.choices import ExpertClipping, RecordWeight, Variant, Vote
 from confide.privacy.splits import Rule
-
-Variant = Literal[
-    "raptor",
-    "one-draw",
-    "one-clip",
-    "one-stream",
-    "shared-only",
-    "experts-only",
-    "monolithic",
-    "non-private",
-]
 
 _ATTENTION = (
     *("query", "key", "value", "attention.output.dense"),  # BERT
@@ -76,10 +65,10 @@ class ExpertSettings(BaseModel):
     alpha: float = Field(default=16.0, gt=0)
     steps: int | None = Field(default=None, gt=0)
     learning_rate: float | None = Field(default=0.01, gt=0)
-    clipping: Literal["flat", "normalised", "adaptive"] = "normalised"
+    clipping: ExpertClipping = "normalised"
     clipping_bound: float = Field(default=1.0, gt=0)
     denominator: Literal["even", "batch"] = "even"
-    record_weight: Literal["residual", "none"] = "residual"
+    record_weight: RecordWeight = "residual"
     record_power: float = Field(default=1.0, gt=0)
     record_memory: float = Field(default=0.0, ge=0, lt=1)
     shared_share: float = Field(default=0.9, gt=0, lt=1)

@@ -9,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor, nn
 
+from confide.choices import Vote
 from confide.models.moe.harden import harden
 from confide.models.moe.layers import sparse_layers
-from confide.models.moe.owners import Vote, owner_maps
+from confide.models.moe.owners import owner_maps
 from confide.models.moe.selection import Selection, measure
 from confide.models.tail import Source
 from confide.tasks.text import buckets, encode

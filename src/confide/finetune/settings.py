@@ -10,13 +10,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from confide import sizes
+from confide.choices import AnchorForm, Ascent, Clipping, Decay, Method, Optimizer, Precision, Statistics
 from confide.errors import ConfigError
 from confide.finetune.expert_settings import SHARED, ExpertSettings
 from confide.models.adapters import Trainable
 from confide.privacy.events import NOT_POISSON
-
-Method = Literal["non-private", "dp-adamw", "dp-merging", "raptor"]
-AscentChoice = Literal["none", "paired", "fresh", "lagged"]
 
 
 class Settings(BaseModel):
@@ -84,27 +82,27 @@ class Settings(BaseModel):
     trainable: Trainable = Trainable()
     learning_rate: float = Field(default=0.03, gt=0)
     head_learning_rate: float = Field(default=0.1, gt=0)
-    decay: Literal["constant", "linear", "cosine"] = "linear"
+    decay: Decay = "linear"
     warmup: int = Field(default=0, ge=0)
-    optimizer: Literal["adamw", "sgd"] = "adamw"
+    optimizer: Optimizer = "adamw"
     bias_correction: float = Field(default=0.0, ge=0)
-    clipping: Literal["flat", "normalised", "per-role", "adaptive"] = "flat"
+    clipping: Clipping = "flat"
     clipping_bound: float = Field(default=1.0, gt=0)
     head_share: float = Field(default=0.5, gt=0, lt=1)
     clipping_quantile: float = Field(default=0.5, ge=0, le=1)
     clipping_rate: float = Field(default=0.2, gt=0)
     count_noise: float | None = Field(default=None, gt=0)
-    ascent: AscentChoice | None = None
+    ascent: Ascent | None = None
     ascent_radius: float = Field(default=0.5, gt=0)
     ascent_noise_ratio: float = Field(default=1.0, ge=1)
     anchor: float | None = Field(default=None, ge=0)
-    anchor_form: Literal["coupled", "decoupled"] = "coupled"
+    anchor_form: AnchorForm = "coupled"
     weight_decay: float = Field(default=0.0, ge=0)
     publish_accuracy: float | None = Field(default=None, gt=0)
     memory: str | None = Field(default=None, pattern=sizes.PATTERN)
-    precision: Literal["float32", "bfloat16"] = "float32"
+    precision: Precision = "float32"
     max_length: int = Field(default=64, gt=2)
-    release_statistics: Literal["grams", "fisher"] | None = None
+    release_statistics: Statistics | None = None
     statistics_noise: float = Field(default=5.0, gt=0)
     statistics_bound: float | None = Field(default=None, gt=0)
     agreement: Path | None = None

@@ -20,6 +20,7 @@ from typing import Any, Literal, Protocol, get_args
 import numpy as np
 import numpy.typing as npt
 
+from confide import choices
 from confide.errors import MergeError, PrivacyError
 from confide.merging.vectors import CHUNK, Arrays, TaskVectors, Weights
 from confide.release.hashes import file_hash
@@ -27,7 +28,7 @@ from confide.release.shards import write_tensors
 from confide.release.tensors import Checkpoint
 
 Array = npt.NDArray[Any]
-Kind = Literal["grams", "fisher"]
+Kind = choices.Statistics
 Origin = Literal["public", "released"]
 
 SUFFIX = ".safetensors"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
+from confide.choices import Trained
 from confide.errors import ConfigError
 from confide.models.backbones import Classifier
 from confide.models.moe.attach import merged_experts, trained_names
@@ -38,7 +38,7 @@ class Trainable(BaseModel):
             Some families have them in one layer with the keys, as GPT-2 in `c_attn`.
     """
 
-    kind: Literal["head", "lora", "blocks", "all"] = "lora"
+    kind: Trained = "lora"
     blocks: int = Field(default=1, ge=0)
     rank: int = Field(default=8, gt=0)
     alpha: float = Field(default=16.0, gt=0, allow_inf_nan=False)

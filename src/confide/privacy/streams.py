@@ -12,11 +12,11 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from confide.choices import Adjacency as Adjacency
+from confide.choices import AnchorForm, Ascent, Decay, Optimizer, RecordWeight
 from confide.errors import PrivacyError
 from confide.privacy.events import Composed, PoissonGaussian, require_poisson
 from confide.privacy.queries import Query
-
-Adjacency = Literal["add-or-remove-one", "replace-one"]
 
 
 @dataclass(frozen=True)
@@ -176,18 +176,18 @@ class Stream:
     clipping: Clipping
     noise_multiplier: float
     denominator: float
-    ascent: Literal["none", "paired", "fresh", "lagged"] = "none"
+    ascent: Ascent = "none"
     ascent_radius: float = 0.0
     ascent_noise: float | None = None
     anchor: float = 0.0
-    anchor_form: Literal["coupled", "decoupled"] = "coupled"
-    optimizer: Literal["adamw", "sgd"] = "adamw"
+    anchor_form: AnchorForm = "coupled"
+    optimizer: Optimizer = "adamw"
     bias_correction: float = 0.0
-    decay: Literal["constant", "linear", "cosine"] = "constant"
+    decay: Decay = "constant"
     warmup: int = 0
     weight_decay: float = 0.0
     sampling: str = "poisson"
-    record_weight: Literal["none", "residual"] = "none"
+    record_weight: RecordWeight = "none"
     record_power: float = 1.0
     record_memory: float = 0.0
     ownership: Literal["all", "owner"] = "all"

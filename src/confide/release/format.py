@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from confide.choices import Metric as Metric
 from confide.errors import ReleaseError
 
 FILE_NAME = "confide.json"
@@ -33,7 +34,6 @@ STATISTICS = "statistics.safetensors"
 ADAPTER = "adapter"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
-Metric = Literal["accuracy", "macro-f1", "pearson", "spearman", "rmse", "perplexity"]
 Objective = Literal["causal", "seq2seq", "masked"]
 
 

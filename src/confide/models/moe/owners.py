@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from confide.choices import Vote
 from confide.errors import ModelError
 from confide.models.moe.layers import SparseLayer
 from confide.models.moe.routing import Routing, routings
 
-Vote = Literal["plurality", "majority"]
 Owners = npt.NDArray[np.int64]
 
 
