@@ -171,10 +171,11 @@ def _gradient(
     experts = held if isinstance(held, OwnerExperts) else attach(layer)
     trained = experts.trained()
     flags = {name: parameter.requires_grad for name, parameter in trained.items()}
+    engine = ExpertEngine(model, experts, trained)
     worst = 0.0
     try:
         for row in range(count):
-            with ExpertEngine(model, experts, trained) as engine:
+            with engine:
                 engine.expect(count, owner, batch["attention_mask"])
                 value = _loss(forward(batch))
                 only = torch.eye(count, dtype=value.dtype, device=value.device)[row]
