@@ -112,7 +112,7 @@ def too_little(target: float) -> float:
 
 
 SETTINGS = {
-    "demo, fast": (100 / 800, 4, 1e-6),
+    "demo, fast": (75 / 600, 4, 1e-6),
     "demo": (512 / 20000, 18, 1e-6),
     "RAPTOR's SST-2": (1000 / 67349, 1347, 67349**-1.1),
 }

@@ -106,8 +106,8 @@ def test_an_ascent_and_other_steps_keep_their_ratios(stream: MakeStream) -> None
 @pytest.mark.parametrize(
     ("rate", "steps", "eps", "adjacency"),
     [
-        (100 / 800, 4, 1.0, "add-or-remove-one"),
-        (100 / 800, 4, 8.0, "add-or-remove-one"),
+        (75 / 600, 4, 1.0, "add-or-remove-one"),
+        (75 / 600, 4, 8.0, "add-or-remove-one"),
         (512 / 20000, 18, 1.0, "replace-one"),
         pytest.param(512 / 20000, 18, 8.0, "add-or-remove-one", marks=pytest.mark.slow),
         pytest.param(Q, STEPS, 1.0, "add-or-remove-one", marks=pytest.mark.slow),

@@ -171,9 +171,9 @@ def _gradient(
     experts = held if isinstance(held, OwnerExperts) else attach(layer)
     trained = experts.trained()
     flags = {name: parameter.requires_grad for name, parameter in trained.items()}
-    engine = ExpertEngine(model, experts, trained)
     worst = 0.0
     try:
+        engine = ExpertEngine(model, experts, trained)
         for row in range(count):
             with engine:
                 engine.expect(count, owner, batch["attention_mask"])
