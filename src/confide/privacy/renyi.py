@@ -146,16 +146,19 @@ def _gaussians(
 def _step(
     sampling_rate: float, noise_multiplier: float, adjacency: Adjacency, orders: tuple[float, ...]
 ) -> _Array:
-    """(k,) of one step, remembered; not to be written to."""
+    """(k,) of one step, remembered, so read-only."""
     with np.errstate(all="ignore"), _quiet():
         if adjacency == "replace-one":
-            return renyi_replace_one(sampling_rate, noise_multiplier, orders)
-        accountant = rdp.RdpAccountant(orders)
-        event = dp_accounting.GaussianDpEvent(noise_multiplier)
-        if sampling_rate < 1:
-            event = dp_accounting.PoissonSampledDpEvent(sampling_rate, event)
-        accountant.compose(event)
-        return np.asarray(accountant.rdp, dtype=np.float64)
+            found = renyi_replace_one(sampling_rate, noise_multiplier, orders)
+        else:
+            accountant = rdp.RdpAccountant(orders)
+            event = dp_accounting.GaussianDpEvent(noise_multiplier)
+            if sampling_rate < 1:
+                event = dp_accounting.PoissonSampledDpEvent(sampling_rate, event)
+            accountant.compose(event)
+            found = np.asarray(accountant.rdp, dtype=np.float64)
+    found.setflags(write=False)
+    return found
 
 
 def renyi_replace_one(
