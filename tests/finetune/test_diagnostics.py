@@ -23,6 +23,7 @@ from confide.finetune.loop import State
 from confide.finetune.run import finetune, prepare
 from confide.finetune.settings import Settings
 from confide.finetune.tuned import FineTuned
+from confide.gradients import expert_engine
 from confide.models.moe.owners import owner_maps
 from confide.privacy.units import UnitMap
 from confide.tasks.records import TaskData
@@ -268,7 +269,10 @@ def test_a_sample_stands_for_many(
     base: PublicBase, make_task: Callable[..., TaskData], corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(diagnostics, "RECORDS", 20)
+    asked, check = [], expert_engine.check_independence
+    monkeypatch.setattr(expert_engine, "check_independence", lambda *a: asked.append(check(*a)))
     tuned = tune(base, make_task(), settings_of(corpus))
+    assert len(asked) == 3  # before training, at its first step, and once in all of the diagnostics
     found = tuned.diagnostics
     assert found is not None
     assert found.estimator is not None

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from scipy import integrate, optimize, stats
 
 from confide.errors import PrivacyError
-from confide.privacy import accountant
+from confide.privacy import accountant, losses, renyi
 from confide.privacy.accountant import epsilon
 from confide.privacy.distinguisher import epsilon_lower
 from confide.privacy.events import (
@@ -27,6 +27,7 @@ from confide.privacy.events import (
     effective,
 )
 from confide.privacy.renyi import renyi_replace_one
+from confide.privacy.streams import Adjacency
 
 with open(Path(__file__).parent / "data" / "accounting_reference.csv", newline="") as _file:
     ROWS = list(csv.DictReader(_file))
@@ -332,6 +333,30 @@ def test_tiny_losses_get_a_finer_grid() -> None:
 
 LIGHT = Composed((PoissonGaussian(0.02, (3.0,), 100),))
 HEAVY = Composed((PoissonGaussian(0.02, (0.9,), 100),))
+
+
+@pytest.mark.parametrize("adjacency", ["add-or-remove-one", "replace-one"])
+def test_what_is_remembered_of_a_step_changes_no_digit(adjacency: Adjacency) -> None:
+    """Steps priced before, alone, at other lengths and in other company, against a fresh start."""
+    one, two = PoissonGaussian(0.1, (0.9,), 4), PoissonGaussian(0.05, (1.5,), 6)
+    whole = Composed((one, two, PoissonGaussian(1, (8.0,), 2)))
+
+    def forget() -> None:
+        for remembered in (accountant._price, losses._step, renyi._step):
+            remembered.cache_clear()
+
+    forget()
+    fresh = epsilon(whole, 1e-6, adjacency)
+    forget()
+    epsilon(one, 1e-6, adjacency)
+    epsilon(Composed((two, two)), 1e-6, adjacency)
+    accountant._price.cache_clear()
+    made = losses._step.cache_info().misses, renyi._step.cache_info().misses
+    assert epsilon(whole, 1e-6, adjacency) == fresh
+    # Only the step that is new was computed.
+    assert (losses._step.cache_info().misses, renyi._step.cache_info().misses) == (made[0] + 1, made[1] + 1)
+    accountant._price.cache_clear()
+    assert epsilon(whole, 1e-6, adjacency) == fresh
 
 
 def test_selection_inside_a_composition() -> None:

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 from confide.errors import PrivacyError
+from confide.privacy import accountant, distinguisher, losses
 from confide.privacy.accountant import epsilon
+from confide.privacy.calibration import TOLERANCE
 from confide.privacy.distinguisher import epsilon_lower
 from confide.privacy.events import PoissonGaussian
 from confide.privacy.queries import Query
 from confide.privacy.splits import Rule, best_share, paper_share, split, variance
-from confide.privacy.streams import Budget, Clipping, Schedule, Stream
+from confide.privacy.streams import Adjacency, Budget, Clipping, Schedule, Stream
 
 MakeStream = Callable[..., Stream]
 Q, STEPS, DELTA = 1000 / 67349, 1347, 67349**-1.1
@@ -99,6 +101,47 @@ def test_an_ascent_and_other_steps_keep_their_ratios(stream: MakeStream) -> None
     spent = [variance(s) for s in found.streams]
     assert [value / sum(spent) for value in spent] == pytest.approx(list(shares.values()), rel=1e-6)
     assert 1.998 <= epsilon(found.event(), 1e-6).epsilon <= 2.0
+
+
+@pytest.mark.parametrize(
+    ("rate", "steps", "eps", "adjacency"),
+    [
+        (75 / 600, 4, 1.0, "add-or-remove-one"),
+        (75 / 600, 4, 8.0, "add-or-remove-one"),
+        (512 / 20000, 18, 1.0, "replace-one"),
+        pytest.param(512 / 20000, 18, 8.0, "add-or-remove-one", marks=pytest.mark.slow),
+        pytest.param(Q, STEPS, 1.0, "add-or-remove-one", marks=pytest.mark.slow),
+        pytest.param(Q, STEPS, 8.0, "add-or-remove-one", marks=pytest.mark.slow),
+    ],
+)
+def test_two_streams_cost_one_price_and_few_tests(
+    rate: float,
+    steps: int,
+    eps: float,
+    adjacency: Adjacency,
+    stream: MakeStream,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In evaluations, as seconds depend on who else is on the machine."""
+    prices, tests = [], []
+    price, test = losses.epsilon, distinguisher.epsilon_lower
+    monkeypatch.setattr(losses, "epsilon", lambda *a: prices.append(a) or price(*a))
+    monkeypatch.setattr(distinguisher, "epsilon_lower", lambda *a: tests.append(a) or test(*a))
+    accountant._price.cache_clear()
+    plain = dataclasses.replace(_two(stream, sampling_rate=rate, steps=steps), adjacency=adjacency)
+    budget = Budget(eps, 1e-6)
+    found = split(plain, budget, {"shared": 0.9, "experts": 0.1})
+    assert len(prices) == 1
+    assert len(tests) <= 16
+    assert sum(1e-4 in given[3:] or len(given) == 3 for given in tests) <= 7
+    assert len(set(tests)) == len(tests)  # nothing is asked twice
+    # The answer is what was priced, fits, and is the least: with a little less noise nothing can fit.
+    claim = epsilon(found.event(), budget.delta, adjacency)
+    assert len(prices) == 1
+    assert claim.epsilon <= eps
+    assert claim.accountant.startswith("dp-accounting")
+    less = found.with_noise(1 / (1 + 1.5 * TOLERANCE))
+    assert test(less.event(), budget.delta, adjacency) > eps
 
 
 @pytest.mark.slow

@@ -238,25 +238,29 @@ def _gradients(
     """Bias, variance and drift of the experts' gradients over some rows, which stand for all records."""
     assert binding.experts is not None
     experts = binding.experts.layers[0].experts
+    # One engine for all passes: it asks only once whether rows depend on each other.
+    parameters = {name: binding.parameters[name] for name in stream.parameters}
+    engine = engine_of(binding.module, binding.experts, stream, parameters)
+    assert isinstance(engine, ExpertEngine)
     # The public denominator is a multiple of n, and so are sums over a draw.
     denominator = stream.denominator * len(rows) / len(binding.labels)
     with _weights(binding.parameters, start, 0.0):
-        first, _ = _sums(binding, stream, rows)
+        first, _ = _sums(engine, binding, stream, rows)
     advance()
     with _weights(binding.parameters, start, 0.5):
-        halfway, _ = _sums(binding, stream, rows)
+        halfway, _ = _sums(engine, binding, stream, rows)
     advance()
-    last, contributions = _sums(binding, stream, rows)
+    last, contributions = _sums(engine, binding, stream, rows)
     advance()
     owners = np.array(binding.experts.owner)
     owners[rows] = last_owner
     moved = BoundExperts(binding.experts.layers, owners)
-    own, _ = _sums(dataclasses.replace(binding, experts=moved), stream, rows)
+    own, _ = _sums(engine, dataclasses.replace(binding, experts=moved), stream, rows)
     advance()
     moments = owner_moments(last, contributions, owner, experts)
     noise = stream.noise_multiplier * stream.clipping.bound
     simulated = simulate(
-        lambda drawn: _sums(binding, stream, rows[drawn])[0],
+        lambda drawn: _sums(engine, binding, stream, rows[drawn])[0],
         moments,
         records=len(rows),
         sampling_rate=stream.sampling_rate,
@@ -303,11 +307,10 @@ def owner_moments(
     return OwnerMoments(counts, sums / torch.from_numpy(some)[:, None], squares / some)
 
 
-def _sums(binding: Binding, stream: Stream, rows: Rows) -> tuple[Tensor, npt.NDArray[np.float64]]:
+def _sums(
+    engine: ExpertEngine, binding: Binding, stream: Stream, rows: Rows
+) -> tuple[Tensor, npt.NDArray[np.float64]]:
     """((E, d) float64 clipped sums, (rows,) norms of what each row added), no noise."""
-    parameters = {name: binding.parameters[name] for name in stream.parameters}
-    engine = engine_of(binding.module, binding.experts, stream, parameters)
-    assert isinstance(engine, ExpertEngine)
     clipping = UNCLIPPED if stream.clipping.rule == "none" else stream.clipping
     added = np.zeros(len(rows))
     with engine:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 
 from confide.errors import PrivacyError
 from confide.privacy.accountant import epsilon
@@ -126,20 +127,27 @@ def smallest_factor(
 
     from confide.privacy.distinguisher import epsilon_lower  # loads SciPy
 
+    @cache
     def certainly(factor: float, interval: float) -> float:
         return epsilon_lower(event(factor), budget.delta, adjacency, interval)
 
+    def coarsely(factor: float) -> float:
+        return certainly(factor, 1e-3)
+
+    def finely(factor: float) -> float:
+        return certainly(factor, 1e-4)
+
     # The certified lower bound is quick and nearly tight: it finds the place, and below it nothing can do.
-    low, high = _bracket(lambda factor: certainly(factor, 1e-3), budget.epsilon, 1 / least_sigma, least_sigma)
-    low, high = _shrink(lambda factor: certainly(factor, 1e-3), budget.epsilon, low, high, 1e-2)
+    low, high = _bracket(coarsely, budget.epsilon, 1 / least_sigma, least_sigma)
+    low, high = _shrink(coarsely, budget.epsilon, low, high, 1e-2)
     low, high = low / 1.02, high * 1.02
-    while certainly(low, 1e-4) <= budget.epsilon and low * least_sigma > _LEAST_NOISE:
+    while finely(low) <= budget.epsilon and low * least_sigma > _LEAST_NOISE:
         low /= 1.1
-    low, _ = _shrink(lambda factor: certainly(factor, 1e-4), budget.epsilon, low, high, TOLERANCE / 5)
+    slope = _slope(low, finely(low), high, finely(high)) or -2.0
+    low, _ = _shrink(finely, budget.epsilon, low, high, TOLERANCE / 5)
 
     # The accountant decides: one evaluation where both bounds agree, a few where rounding keeps them apart.
     goal = math.log(budget.epsilon)
-    slope = _slope(low, certainly(low, 1e-4), low * 1.05, certainly(low * 1.05, 1e-4)) or -2.0
     best: float | None = None
     trial, before = low * (1 + TOLERANCE * 0.8), None
     for attempt in range(_MOST_EVALUATIONS):
@@ -202,22 +210,23 @@ def _shrink(
 ) -> tuple[float, float]:
     """Narrow until high/low ≤ 1 + tolerance, keeping cost(low) > target ≥ cost(high).
 
-    Aims just below and just above the log-log interpolated root, so that both ends close in; every third
-    step bisects, which bounds their number.
+    Aims a little to that side of the log-log interpolated root whose end is the older one, so that both ends
+    close in; every fourth step bisects, which bounds their number.
     """
     below, above = cost(low), cost(high)
-    step = 0
+    step, aim_below = 0, True
     while high / low > 1 + tolerance:
         middle = math.sqrt(low * high)
         slope = _slope(low, below, high, above)
-        if slope is not None and step % 3 < 2:
+        if slope is not None and step % 4 < 3:
             root = low * math.exp(math.log(target / below) / slope)
-            aim = root * (1 + (tolerance / 3 if step % 3 else -tolerance / 3))
+            aim = root * (1 - tolerance / 3 if aim_below else 1 + tolerance / 3)
             middle = aim if low < aim < high else middle
         value = cost(middle)
-        if value > target:
-            low, below = middle, value
-        else:
+        aim_below = value <= target
+        if aim_below:
             high, above = middle, value
+        else:
+            low, below = middle, value
         step += 1
     return low, high

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import dp_accounting
 import numpy as np
@@ -79,30 +81,13 @@ def _composed(
 def _distribution(
     mechanism: Mechanism, adjacency: Adjacency, interval: float
 ) -> plds.PrivacyLossDistribution:
-    relation = _RELATIONS[adjacency]
     match mechanism:
         case PoissonGaussian(sampling_rate=1):
-            return plds.from_gaussian_mechanism(
-                standard_deviation=mechanism.noise_multipliers[0] / math.sqrt(mechanism.steps),
-                value_discretization_interval=interval,
-                neighboring_relation=relation,
-            )
-        case PoissonGaussian():
-            return plds.from_gaussian_mechanism(
-                standard_deviation=mechanism.noise_multipliers[0],
-                value_discretization_interval=interval,
-                sampling_prob=mechanism.sampling_rate,
-                neighboring_relation=relation,
-            ).self_compose(mechanism.steps)
-        case TruncatedPoissonGaussian():
-            return plds.from_truncated_subsampled_gaussian_mechanism(
-                dataset_size=mechanism.units,
-                sampling_probability=mechanism.sampling_rate,
-                truncated_batch_size=mechanism.cap,
-                noise_multiplier=mechanism.noise_multiplier,
-                value_discretization_interval=interval,
-                neighboring_relation=relation,
-            ).self_compose(mechanism.steps)
+            sigma = mechanism.noise_multipliers[0] / math.sqrt(mechanism.steps)
+            return _step(PoissonGaussian(1, (sigma,), 1), adjacency, interval)
+        case PoissonGaussian() | TruncatedPoissonGaussian():
+            step = dataclasses.replace(mechanism, steps=1)
+            return _step(step, adjacency, interval).self_compose(mechanism.steps)
         case RandomSelection():
             weight, mixture = 0.0, plds.identity(interval)
             for p, part in zip(mechanism.probabilities, mechanism.events, strict=True):
@@ -113,6 +98,31 @@ def _distribution(
             return mixture
         case RepeatAndSelect():
             raise PrivacyError("PLD has no rule for repeat-and-select")
+
+
+@lru_cache(maxsize=16)
+def _step(
+    mechanism: PoissonGaussian | TruncatedPoissonGaussian, adjacency: Adjacency, interval: float
+) -> plds.PrivacyLossDistribution:
+    """One step, remembered: where several runs are priced together, each was priced alone before."""
+    relation = _RELATIONS[adjacency]
+    match mechanism:
+        case PoissonGaussian():
+            return plds.from_gaussian_mechanism(
+                standard_deviation=mechanism.noise_multipliers[0],
+                value_discretization_interval=interval,
+                sampling_prob=mechanism.sampling_rate,
+                neighboring_relation=relation,
+            )
+        case TruncatedPoissonGaussian():
+            return plds.from_truncated_subsampled_gaussian_mechanism(
+                dataset_size=mechanism.units,
+                sampling_probability=mechanism.sampling_rate,
+                truncated_batch_size=mechanism.cap,
+                noise_multiplier=mechanism.noise_multiplier,
+                value_discretization_interval=interval,
+                neighboring_relation=relation,
+            )
 
 
 @dataclass(frozen=True)

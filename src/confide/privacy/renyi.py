@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 
 import dp_accounting
 import numpy as np
@@ -131,23 +132,33 @@ def _log_stopping_probability(mean: float, shape: float) -> float:
 def _gaussians(
     groups: Sequence[PoissonGaussian], adjacency: Adjacency, orders: Sequence[float]
 ) -> npt.NDArray[np.float64]:
+    total = np.zeros(len(orders))
     try:
-        with np.errstate(all="ignore"), _quiet():
-            if adjacency == "add-or-remove-one":
-                accountant = rdp.RdpAccountant(orders)
-                for group in groups:
-                    event = dp_accounting.GaussianDpEvent(group.noise_multipliers[0])
-                    if group.sampling_rate < 1:
-                        event = dp_accounting.PoissonSampledDpEvent(group.sampling_rate, event)
-                    accountant.compose(event, group.steps)
-                return np.asarray(accountant.rdp, dtype=np.float64)
-            total = np.zeros(len(orders))
-            for group in groups:
-                q, sigma = group.sampling_rate, group.noise_multipliers[0]
-                total += group.steps * renyi_replace_one(q, sigma, orders)
-            return total
+        for group in groups:
+            q, sigma = group.sampling_rate, group.noise_multipliers[0]
+            total += group.steps * _step(q, sigma, adjacency, tuple(orders))
     except (ArithmeticError, ValueError):
         return np.full(len(orders), math.inf)
+    return total
+
+
+@lru_cache(maxsize=256)
+def _step(
+    sampling_rate: float, noise_multiplier: float, adjacency: Adjacency, orders: tuple[float, ...]
+) -> _Array:
+    """(k,) of one step, remembered, so read-only."""
+    with np.errstate(all="ignore"), _quiet():
+        if adjacency == "replace-one":
+            found = renyi_replace_one(sampling_rate, noise_multiplier, orders)
+        else:
+            accountant = rdp.RdpAccountant(orders)
+            event = dp_accounting.GaussianDpEvent(noise_multiplier)
+            if sampling_rate < 1:
+                event = dp_accounting.PoissonSampledDpEvent(sampling_rate, event)
+            accountant.compose(event)
+            found = np.asarray(accountant.rdp, dtype=np.float64)
+    found.setflags(write=False)
+    return found
 
 
 def renyi_replace_one(

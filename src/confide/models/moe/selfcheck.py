@@ -173,8 +173,9 @@ def _gradient(
     flags = {name: parameter.requires_grad for name, parameter in trained.items()}
     worst = 0.0
     try:
+        engine = ExpertEngine(model, experts, trained)
         for row in range(count):
-            with ExpertEngine(model, experts, trained) as engine:
+            with engine:
                 engine.expect(count, owner, batch["attention_mask"])
                 value = _loss(forward(batch))
                 only = torch.eye(count, dtype=value.dtype, device=value.device)[row]
