@@ -141,6 +141,6 @@ def test_rows_without_a_claim_are_named_and_compared_as_private_with_nobody() ->
 def test_one_seed_says_so() -> None:
     said = findings([row("pretrained", "individual", 0.7, 0.7)])
     assert said == (
-        "All numbers come from one seed: differences under about a point are within what another seed "
-        "would change.",
+        "All numbers come from one seed, and another one, with its own noise, can move them by points: run "
+        "several `seeds` before ranking what is close.",
     )
