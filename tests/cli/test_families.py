@@ -29,12 +29,13 @@ THROUGH_CONFIDE = {
     **dict.fromkeys(("Switch", "OLMoE", "Granite-MoE", "Llama-4"), "confide.models.moe.classifiers"),
     "DeepSeek-VL2-Tiny": "confide.models.moe.deepseek_vl2",
 }
+_LATENT = {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
 PROJECTIONS = {
     "Switch": set("qkvo"),
-    **dict.fromkeys(("DeepSeek-VL2-Small", "DeepSeek-VL2"), {"q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}),
-    **dict.fromkeys(
-        ("DeepSeek-V2", "DeepSeek-V3"), {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
-    ),
+    "DeepSeek-V2": {"q_a_proj", "q_b_proj", *_LATENT},
+    "DeepSeek-V3": {"q_a_proj", "q_b_proj", *_LATENT},
+    "DeepSeek-VL2-Small": {"q_proj", *_LATENT},
+    "DeepSeek-VL2": {"q_proj", *_LATENT},
 }
 ALWAYS_ACTIVE = ("Qwen2-MoE", "Llama-4", *(family for family in FAMILIES if family.startswith("DeepSeek")))
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from confide.errors import ModelError
 from confide.models.language import body_prefix, head_of, padded, tied, with_objective
 from confide.models.moe.families import MIXTURES, refuse
-from confide.release.format import PREPROCESSOR, TEXT_CLASSES, Problem, preprocessor
 from confide.release import vl2
+from confide.release.format import PREPROCESSOR, TEXT_CLASSES, Problem, preprocessor
 from confide.release.names import CLASSES, DECODERS, PREFIXES, canonical, model_config
 from confide.release.tensors import Checkpoint
 
@@ -349,6 +349,10 @@ def _require_encoder(config: Any, folder: Path, problem: Problem) -> None:
 
     kind = config.model_type
     if problem.inputs == "image":
+        if _holds_more(folder):
+            raise ModelError(
+                f"{folder} holds a DeepSeek-VL2, of which only the language model is used here, for texts"
+            )
         if kind not in PREFIXES or kind not in auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:
             raise ModelError(
                 f"{folder} holds a {kind!r} model, which does not read images; use a ViT, DeiT or DINOv2"

@@ -119,5 +119,5 @@ def _require(where: object, known: Mapping[str, bool]) -> None:
         if not fits:
             raise ModelError(
                 f"{where} describes a language model unlike those of the published DeepSeek-VL2 models "
-                f"({names} in language_config), which no class of transformers computes exactly; use one of those"
+                f"({names} in language_config), which no class of transformers computes; use one of those"
             )

@@ -10,7 +10,9 @@ import torch
 from tests.models.moe import vl2
 from tests.models.moe.bases import tokenizer
 
+from confide.errors import ModelError
 from confide.models.backbones import load_classifier, load_encoder, stored_names
+from confide.release.format import Problem
 from confide.release.hashes import base_hash
 
 GROUPED = {
@@ -84,3 +86,11 @@ def test_an_encoder_and_a_hash_are_those_of_its_language_model(base: Path, tmp_p
     alone = tmp_path / "alone"
     encoder.to(torch.bfloat16).save_pretrained(alone)
     assert base_hash(alone) == base_hash(base)
+
+
+def test_it_reads_no_images(tmp_path: Path) -> None:
+    words = tokenizer(["a fine play"])
+    base = vl2.write(tmp_path / "vl2", vl2.SIZES["DeepSeek-VL2-Tiny"], words)
+    images = Problem(inputs="image", target="class", image_size=28)
+    with pytest.raises(ModelError, match="only the language model is used here, for texts"):
+        load_classifier(base, ("a", "b"), seed=0, problem=images)

@@ -1,7 +1,7 @@
 """Tiny DeepSeek-VL2 checkpoints as published ones lie on disk, and what their language model computes.
 
-The reference is written from the published equations, a record and a token at a time. Like the code that comes
-with the weights it takes norms, routers and rotary tables in single precision, all else as wide as its inputs.
+The reference is written from the published equations, a record and a token at a time. Like the code that
+comes with the weights it takes norms, routers and rotary tables in single precision, all else in double.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ def shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
     for number in range(c["num_hidden_layers"]):
         block = f"language.model.layers.{number}"
-        found[f"{block}.input_layernorm.weight"] = found[f"{block}.post_attention_layernorm.weight"] = (width,)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            found[f"{block}.{name}.weight"] = (width,)
         attention = f"{block}.self_attn"
         if not c.get("use_mla", True):
             for name in "qkvo":
@@ -150,7 +151,8 @@ class Reference:
 
     def __init__(self, folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        self.c = {"use_mla": True, "scoring_func": "softmax", "norm_topk_prob": False} | config["language_config"]
+        defaults = {"use_mla": True, "scoring_func": "softmax", "norm_topk_prob": False}
+        self.c: dict[str, Any] = {**defaults, **config["language_config"]}
         self.w = {
             name: value.double()
             for file in folder.glob("*.safetensors")
