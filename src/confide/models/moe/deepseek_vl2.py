@@ -19,8 +19,9 @@ from transformers.models.deepseek_ocr2.modeling_deepseek_ocr2 import (
 _FAMILY = "deepseek_ocr2_text"
 
 
-class DeepseekOcr2TextForSequenceClassification(  # type: ignore[misc]
-    GenericForSequenceClassification, DeepseekOcr2TextPreTrainedModel
+class DeepseekOcr2TextForSequenceClassification(
+    GenericForSequenceClassification,  # type: ignore[misc]
+    DeepseekOcr2TextPreTrainedModel,  # type: ignore[misc]
 ):
     """DeepSeek-VL2-Tiny's language model with a linear head on its last token."""
 
