@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from confide.errors import ConfigError, ModelError, ResumeError
 from confide.finetune.expert_settings import ExpertSettings
 from confide.finetune.prepare import Prepared, RoutingKey, forward_of
-from confide.finetune.public_routing import batches, public_routing
+from confide.finetune.public_routing import public_routing
 from confide.finetune.settings import Settings
 from confide.gradients.engine import Engine
 from confide.gradients.expert_engine import ExpertEngine
@@ -25,7 +25,7 @@ from confide.models.backbones import Classifier
 from confide.models.moe.attach import attach, attached
 from confide.models.moe.harden import harden
 from confide.models.moe.layers import SparseLayer, sparse_layers
-from confide.models.moe.owners import owner_maps
+from confide.models.moe.owners import alone, owner_maps
 from confide.models.moe.selection import select
 from confide.privacy.streams import Clipping, Schedule, Stream
 from confide.tasks.corpus import check_public, read_corpus, sample, texts_of
@@ -122,16 +122,18 @@ def routing_key(settings: Settings) -> RoutingKey:
 def owners_of(prepared: Prepared, adapted: Adapted, own: ExpertSettings) -> npt.NDArray[np.int64]:
     """(rows,) owners of all training records at the current weights, in float32. Private.
 
-    To be computed once, before the first step, and kept.
+    To be computed once, before the first step, and kept. Each record goes through the model by itself, from
+    its tokens: outputs of frozen blocks that are kept for training were rounded beside other records, and a
+    near tie must not fall by who these are.
     """
     (layer,) = adapted.experts
     classifier = adapted.classifier
     if any(parameter.dtype != torch.float32 for parameter in classifier.model.parameters()):
         raise ModelError("owners are computed in float32; load the model so")
-    inputs = prepared.inputs(classifier, adapted.first_block, "train")
-    _, forward = forward_of(classifier, adapted.first_block, inputs)
-    found = owner_maps([layer], forward, batches(inputs), len(inputs), own.vote)
-    return found[layer.name]
+    encoded = prepared.encoded("train")
+    _, forward = forward_of(classifier, 0, encoded)
+    one_by_one = alone(lambda rows: encoded.batch(rows, width=1), len(encoded))
+    return owner_maps([layer], forward, one_by_one, len(encoded), own.vote)[layer.name]
 
 
 def owners_for(
