@@ -128,6 +128,25 @@ def test_an_upcycled_bert_says_how_it_loads_and_exports(
     assert "adapter_model.safetensors was changed" in confide(*again).message()
 
 
+def test_a_release_of_experts_alone_adapts_nothing_else(
+    confide: Confide, reviews: Path, sparse_base: Path, tmp_path: Path
+) -> None:
+    few = ("--steps", 2, "--expected-batch", 16, "--max-length", 20)
+    given = ("--base", sparse_base, "--data", reviews, "--out", tmp_path / "run", *few)
+    asked = ("--dataset", "reviews-2026", "--variant", "experts-only", "--layer", "last")
+    answer = confide("train", "--method", "raptor", *given, *asked)
+    assert answer.code == 0, answer.err
+    folder = tmp_path / "run" / "release" / "adapter"
+    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    assert config["target_parameters"]
+    assert all(".mlp.experts." in name for name in config["target_parameters"])
+    names = set(Checkpoint.open(folder / "adapter_model.safetensors").names)
+    assert all(".mlp.experts." in name or ".classifier." in name for name in names)
+    base, release = Checkpoint.open(sparse_base), Checkpoint.open(tmp_path / "run" / "release")
+    same = {n for n in base.names if (base.numpy(n) == release.numpy(f"bert.{n}")).all()}
+    assert {".mlp.experts." in name for name in set(base.names) - same} == {True}
+
+
 def test_what_has_no_adapter_says_so(confide: Confide, train: Confide, reviews: Path, tmp_path: Path) -> None:
     assert train(reviews, "--method", "dp-adamw").code == 0
     asked = ("export", tmp_path / "run" / "release", "--peft", "--out", tmp_path / "adapter")
