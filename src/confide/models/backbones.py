@@ -255,7 +255,15 @@ def _config(folder: Path) -> Any:
     refuse(kind)
     if kind in CLASSES:
         import_module(CLASSES[kind])
-    config = AutoConfig.for_model(**said) if _holds_more(folder) else _read(AutoConfig, folder)
+    if _holds_more(folder):
+        try:
+            config = AutoConfig.for_model(**said)
+        except Exception as error:  # a class for each kind of wrong value
+            raise ModelError(
+                f"{folder / 'config.json'} describes no language model that can be built: {error}"
+            ) from error
+    else:
+        config = _read(AutoConfig, folder)
     if getattr(config, "quantization_config", None):
         raise ModelError(
             f"{folder} holds quantised weights, whose gradients aren't those of the model that is released; "
@@ -286,7 +294,8 @@ def _weights(factory: Any, folder: Path, config: Any, **options: Any) -> tuple[A
 
 def _holds_more(folder: Path) -> bool:
     """Whether a folder's model reads images too, and only its language model is used here."""
-    return any(name.startswith(vl2.PREFIX) for name in Checkpoint.open(folder).names)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return bool(config["model_type"] == vl2.MODEL_TYPE)
 
 
 def _tokenizer(folder: Path, config: Any, problem: Problem) -> Any:

@@ -101,6 +101,8 @@ def language_model(config: Mapping[str, Any], where: object) -> dict[str, Any]:
     found["rope_parameters"] = {"rope_type": "default", "rope_theta": float(value("rope_theta", 10000.0))}
     if dtype := own.get("torch_dtype", config.get("torch_dtype")):
         found["dtype"] = dtype
+    if quantised := own.get("quantization_config", config.get("quantization_config")):
+        found["quantization_config"] = quantised
     if not latent:
         dense = min(found.pop("first_k_dense_replace"), found["num_hidden_layers"])
         found["mlp_layer_types"] = ["dense"] * dense + ["sparse"] * (found["num_hidden_layers"] - dense)

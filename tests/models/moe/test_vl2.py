@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests.models.moe import vl2
 from tests.models.moe.bases import tokenizer
 
@@ -94,3 +96,33 @@ def test_it_reads_no_images(tmp_path: Path) -> None:
     images = Problem(inputs="image", target="class", image_size=28)
     with pytest.raises(ModelError, match="only the language model is used here, for texts"):
         load_classifier(base, ("a", "b"), seed=0, problem=images)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, "holds quantised weights"),
+        ({"hidden_size": "wide"}, "describes no language model that can be built"),
+        ({"num_hidden_layers": 4}, "lacks .* tensors of the encoder"),
+    ],
+)
+def test_a_folder_that_is_not_as_it_says_is_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    base = vl2.write(tmp_path / "vl2", vl2.SIZES["DeepSeek-VL2-Small"], tokenizer(["a fine play"]))
+    config = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    config["language_config"] |= changes
+    (base / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(ModelError, match=message):
+        load_classifier(base, ("a", "b"), seed=0)
+
+
+def test_weights_under_other_names_are_refused(tmp_path: Path) -> None:
+    base = vl2.write(tmp_path / "vl2", vl2.SIZES["DeepSeek-VL2-Small"], tokenizer(["a fine play"]))
+    held = {name: value for file in base.glob("*.safetensors") for name, value in load_file(file).items()}
+    for file in (*base.glob("*.safetensors"), base / "model.safetensors.index.json"):
+        file.unlink()
+    renamed = {name.replace("language.", "text."): value for name, value in held.items()}
+    save_file(renamed, base / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"lacks .* tensors of the encoder"):
+        load_classifier(base, ("a", "b"), seed=0)
