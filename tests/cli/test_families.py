@@ -23,10 +23,21 @@ from .conftest import QUICK, Answer
 Confide = Callable[..., Answer]
 Sentences = Callable[[int, int], list[tuple[str, str]]]
 
-UNLIKE = ("Switch", "OLMoE", "DeepSeek-V2", "Llama-4")
-"""No two of these hold routers, experts or always-active experts alike."""
-THROUGH_CONFIDE = ("Switch", "OLMoE", "Granite-MoE", "Llama-4")
-ALWAYS_ACTIVE = ("Qwen2-MoE", "DeepSeek-V2", "DeepSeek-V3", "Llama-4")
+UNLIKE = ("Switch", "OLMoE", "DeepSeek-V2", "DeepSeek-VL2-Tiny", "Llama-4")
+"""No two of these hold routers, experts or always-active experts alike, or are read alike."""
+THROUGH_CONFIDE = {
+    **dict.fromkeys(("Switch", "OLMoE", "Granite-MoE", "Llama-4"), "confide.models.moe.classifiers"),
+    "DeepSeek-VL2-Tiny": "confide.models.moe.deepseek_vl2",
+}
+_LATENT = {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
+PROJECTIONS = {
+    "Switch": set("qkvo"),
+    "DeepSeek-V2": {"q_a_proj", "q_b_proj", *_LATENT},
+    "DeepSeek-V3": {"q_a_proj", "q_b_proj", *_LATENT},
+    "DeepSeek-VL2-Small": {"q_proj", *_LATENT},
+    "DeepSeek-VL2": {"q_proj", *_LATENT},
+}
+ALWAYS_ACTIVE = ("Qwen2-MoE", "Llama-4", *(family for family in FAMILIES if family.startswith("DeepSeek")))
 
 
 @pytest.fixture
@@ -53,15 +64,19 @@ def test_from_a_base_to_a_release_and_an_adapter(
     answer = raptor(base, "--public", corpus)
     assert answer.code == 0, answer.err
     assert "differentially private" in answer.out
-    through = "after `import confide.models.moe.classifiers`" in answer.out
-    assert through == (family in THROUGH_CONFIDE)
+    module = THROUGH_CONFIDE.get(family)
+    through = "after `import confide.models." in answer.out
+    assert through == bool(module)
+    assert not module or f"after `import {module}`" in answer.out
     release = tmp_path / "run" / "release"
     assert confide("verify", release).code == 0
-    assert ("import confide.models.moe.classifiers" in (release / "README.md").read_text()) == through
+    assert ("import confide.models." in (release / "README.md").read_text()) == through
 
     plain, made = load_classifier(base, ("neg", "pos"), seed=5), load_trained(release, ("neg", "pos"))
     names = {name.removeprefix(made.prefix) for name in Checkpoint.open(release).names}
-    assert names - set(made.head) == set(Checkpoint.open(base).names)
+    held = Checkpoint.open(base).names
+    inside = "language.model." if family.startswith("DeepSeek-VL2") else ""
+    assert names - set(made.head) == {n.removeprefix(inside) for n in held if n.startswith(inside)}
     assert type(made.model).__module__.startswith("transformers.") != through
     owners = json.loads((tmp_path / "run" / "private" / "owners.json").read_text(encoding="utf-8"))
     for old, new in zip(sparse_layers(plain.model), sparse_layers(made.model), strict=True):
@@ -72,12 +87,8 @@ def test_from_a_base_to_a_release_and_an_adapter(
     before = dict(plain.model.named_parameters())
     changed = {name for name, value in made.model.named_parameters() if not torch.equal(value, before[name])}
     assert any("shared_expert" in name for name in changed) == (family in ALWAYS_ACTIVE)
-    assert {name.rsplit(".", 1)[0].rsplit(".", 1)[-1] for name in changed} >= (
-        {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
-        if family.startswith("DeepSeek")
-        else set("qkvo")
-        if family == "Switch"
-        else {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert {name.rsplit(".", 1)[0].rsplit(".", 1)[-1] for name in changed} >= PROJECTIONS.get(
+        family, {"q_proj", "k_proj", "v_proj", "o_proj"}
     )
 
     found = confide("export", release, "--peft", "--out", tmp_path / "adapter")
@@ -117,6 +128,25 @@ def test_an_upcycled_bert_says_how_it_loads_and_exports(
     assert "adapter_model.safetensors was changed" in confide(*again).message()
 
 
+def test_a_release_of_experts_alone_adapts_nothing_else(
+    confide: Confide, reviews: Path, sparse_base: Path, tmp_path: Path
+) -> None:
+    few = ("--steps", 2, "--expected-batch", 16, "--max-length", 20)
+    given = ("--base", sparse_base, "--data", reviews, "--out", tmp_path / "run", *few)
+    asked = ("--dataset", "reviews-2026", "--variant", "experts-only", "--layer", "last")
+    answer = confide("train", "--method", "raptor", *given, *asked)
+    assert answer.code == 0, answer.err
+    folder = tmp_path / "run" / "release" / "adapter"
+    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    assert config["target_parameters"]
+    assert all(".mlp.experts." in name for name in config["target_parameters"])
+    names = set(Checkpoint.open(folder / "adapter_model.safetensors").names)
+    assert all(".mlp.experts." in name or ".classifier." in name for name in names)
+    base, release = Checkpoint.open(sparse_base), Checkpoint.open(tmp_path / "run" / "release")
+    same = {n for n in base.names if (base.numpy(n) == release.numpy(f"bert.{n}")).all()}
+    assert {".mlp.experts." in name for name in set(base.names) - same} == {True}
+
+
 def test_what_has_no_adapter_says_so(confide: Confide, train: Confide, reviews: Path, tmp_path: Path) -> None:
     assert train(reviews, "--method", "dp-adamw").code == 0
     asked = ("export", tmp_path / "run" / "release", "--peft", "--out", tmp_path / "adapter")
@@ -142,7 +172,7 @@ def test_refusals(
     ("config", "reason"),
     [
         ({"model_type": "nllb-moe"}, "'nllb-moe' model can't be trained privately: its experts' capacity"),
-        ({"model_type": "deepseek_vl_v2"}, "transformers has no class for it"),
+        ({"model_type": "deepseek_vl_v2"}, "says nothing of a language model (language_config)"),
         ({"model_type": "llama4"}, "save its language model alone"),
         ({"model_type": "dbrx"}, "model_type 'dbrx' isn't one whose encoder can be told from its head"),
     ],

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from confide.errors import ConfigError, ModelError, ResumeError
 from confide.finetune.expert_settings import ExpertSettings
-from confide.finetune.prepare import Prepared, RoutingKey, forward_of
-from confide.finetune.public_routing import batches, public_routing
+from confide.finetune.prepare import Prepared, Progress, RoutingKey, counter, forward_of, silent
+from confide.finetune.public_routing import public_routing
 from confide.finetune.settings import Settings
 from confide.gradients.engine import Engine
 from confide.gradients.expert_engine import ExpertEngine
@@ -25,7 +25,7 @@ from confide.models.backbones import Classifier
 from confide.models.moe.attach import attach, attached
 from confide.models.moe.harden import harden
 from confide.models.moe.layers import SparseLayer, sparse_layers
-from confide.models.moe.owners import owner_maps
+from confide.models.moe.owners import alone, owner_maps
 from confide.models.moe.selection import select
 from confide.privacy.streams import Clipping, Schedule, Stream
 from confide.tasks.corpus import check_public, read_corpus, sample, texts_of
@@ -119,19 +119,28 @@ def routing_key(settings: Settings) -> RoutingKey:
     return own.public, settings.max_length, own.vote
 
 
-def owners_of(prepared: Prepared, adapted: Adapted, own: ExpertSettings) -> npt.NDArray[np.int64]:
+def owners_of(
+    prepared: Prepared, adapted: Adapted, own: ExpertSettings, progress: Progress = silent
+) -> npt.NDArray[np.int64]:
     """(rows,) owners of all training records at the current weights, in float32. Private.
 
-    To be computed once, before the first step, and kept.
+    To be computed once, before the first step, and kept. Each record goes through the model by itself, from
+    its tokens: outputs of frozen blocks that are kept for training were rounded beside other records, and a
+    near tie must not fall by who these are.
     """
     (layer,) = adapted.experts
     classifier = adapted.classifier
     if any(parameter.dtype != torch.float32 for parameter in classifier.model.parameters()):
         raise ModelError("owners are computed in float32; load the model so")
-    inputs = prepared.inputs(classifier, adapted.first_block, "train")
-    _, forward = forward_of(classifier, adapted.first_block, inputs)
-    found = owner_maps([layer], forward, batches(inputs), len(inputs), own.vote)
-    return found[layer.name]
+    encoded = prepared.encoded("train")
+    _, forward = forward_of(classifier, 0, encoded)
+    advance = counter(progress, f"owners, {prepared.task.name}", len(encoded))
+
+    def one(rows: npt.NDArray[np.int64]) -> dict[str, Tensor]:
+        advance(len(rows))
+        return encoded.batch(rows, width=1)
+
+    return owner_maps([layer], forward, alone(one, len(encoded)), len(encoded), own.vote)[layer.name]
 
 
 def owners_for(
@@ -140,11 +149,13 @@ def owners_for(
     schedule: Schedule,
     settings: Settings,
     unfinished: Unfinished | None,
+    progress: Progress = silent,
 ) -> npt.NDArray[np.int64] | None:
     """The records' owners, if a stream asks for them: computed once, before the first query, and kept.
 
     Args:
         unfinished: where they are kept for a run that is stopped.
+        progress: called with (what, records done, records).
 
     Raises:
         ResumeError: the run began with owners of other records.
@@ -157,7 +168,7 @@ def owners_for(
         # At the base's own weights, which all runs begin with: adapters are zero until they are trained.
         key = (layer.name, settings.experts.vote)
         if key not in prepared.owners:
-            prepared.owners[key] = owners_of(prepared, adapted, settings.experts)
+            prepared.owners[key] = owners_of(prepared, adapted, settings.experts, progress)
         held = prepared.owners[key]
         if unfinished:
             unfinished.note_owners(layer.name, held)

@@ -51,8 +51,9 @@ def public_routing(
     harden(model, max_length=max_length)
     encoded = encode(tokenizer, texts, max_length)
 
-    def forward(batch: dict[str, Tensor]) -> None:
-        model(**batch)
-        progress(len(batch["input_ids"]))
+    def counted() -> Iterator[tuple[npt.NDArray[np.int64], dict[str, Tensor]]]:
+        for rows, batch in batches(encoded):
+            yield rows, batch
+            progress(len(rows))
 
-    return measure(layers, owner_maps(layers, forward, batches(encoded), len(encoded), vote))
+    return measure(layers, owner_maps(layers, lambda batch: model(**batch), counted(), len(encoded), vote))

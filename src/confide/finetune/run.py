@@ -40,7 +40,7 @@ from confide.finetune.selfcheck import (
 from confide.finetune.settings import Settings
 from confide.finetune.tuned import FineTuned
 from confide.gradients.keys import Keys
-from confide.models.adapters import Adapted, adapt, plain_state
+from confide.models.adapters import Adapted, Trainable, adapt, plain_state
 from confide.models.backbones import (
     Classifier,
     answer_in,
@@ -85,8 +85,12 @@ def adapted_for(task: TaskData, classifier: Classifier, settings: Settings) -> A
     """The classifier with what is trained chosen; of the task only its texts are read, to compare them with
     a public corpus.
     """
-    layers = attach_experts(classifier, settings, task) if settings.method == "raptor" else None
-    return adapt(classifier, settings.trainable, settings.seed, layers)
+    if settings.method != "raptor":
+        return adapt(classifier, settings.trainable, settings.seed)
+    layers = attach_experts(classifier, settings, task)
+    # Adapters beside the experts that nothing trains would be released as if something had.
+    alone = settings.experts.variant == "experts-only"
+    return adapt(classifier, Trainable(kind="head") if alone else settings.trainable, settings.seed, layers)
 
 
 def plan(
@@ -203,7 +207,7 @@ def finetune(
                 check_noise(stream.noise_multiplier * stream.clipping.bound)
             for query in schedule.queries:
                 check_noise(query.noise_multipliers[0])
-        owner = owners_for(prepared, adapted, schedule, settings, unfinished)
+        owner = owners_for(prepared, adapted, schedule, settings, unfinished, progress)
         binding = Binding(
             module=module,
             forward=forward,

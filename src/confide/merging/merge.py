@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -24,6 +23,7 @@ from confide.privacy import words
 from confide.privacy.statement import Base, OwnersChecked, Statement
 from confide.release import agreement, format
 from confide.release.format import ReleaseInfo
+from confide.release.names import model_config
 from confide.release.shards import SHARD_SIZE, Values, write_shards, write_tensors
 from confide.release.tensors import STORAGE
 from confide.release.write import COMPANIONS, MERGE_REPORT, write_release
@@ -272,14 +272,14 @@ def _check_finite(name: str, weights: Encoder) -> None:
 
 def _copy_base(folder: Path, plan: Plan) -> None:
     base = plan.public.folder
-    for name in ("config.json", *COMPANIONS):
+    for name in COMPANIONS:
         if (base / name).exists():
             shutil.copyfile(base / name, folder / name)
+    config = model_config(base)
     if plan.dtype:
-        config = json.loads((base / "config.json").read_text(encoding="utf-8"))
-        word = next(word for word, code in DTYPES.items() if code == plan.dtype)
         config.pop("torch_dtype", None)
-        files.write_json(folder / "config.json", {**config, "dtype": word})
+        config["dtype"] = next(word for word, code in DTYPES.items() if code == plan.dtype)
+    files.write_json(folder / "config.json", config)
 
 
 def _report(plan: Plan, rule: Rule, lines: Sequence[TensorLine]) -> dict[str, Any]:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from confide.errors import ModelError
 from confide.models.language import body_prefix, head_of, padded, tied, with_objective
 from confide.models.moe.families import MIXTURES, refuse
+from confide.release import vl2
 from confide.release.format import PREPROCESSOR, TEXT_CLASSES, Problem, preprocessor
-from confide.release.names import CLASSES, DECODERS, PREFIXES, canonical, model_type
+from confide.release.names import CLASSES, DECODERS, PREFIXES, canonical, model_config
 from confide.release.tensors import Checkpoint
 
 if TYPE_CHECKING:
@@ -158,13 +159,7 @@ def load_encoder(folder: Path) -> tuple[nn.Module, Any]:
     config = _config(folder)
     name = "SwitchTransformersEncoderModel" if config.model_type == "switch_transformers" else "AutoModel"
     with torch.random.fork_rng(devices=[]), _quiet():
-        model, found = _read(
-            getattr(transformers, name),
-            folder,
-            dtype=torch.float32,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+        model, found = _weights(getattr(transformers, name), folder, config)
         tokenizer = _tokenizer(folder, config, TEXT_CLASSES)
     if found["missing_keys"]:
         raise ModelError(
@@ -217,15 +212,8 @@ def _load(folder: Path, labels: tuple[str, ...], problem: Problem) -> tuple[Clas
         config.label2id = {label: index for index, label in enumerate(labels)}
         config.problem_type = "single_label_classification"
     with torch.random.fork_rng(devices=[]), _quiet():
-        model, found = _read(
-            getattr(transformers, problem.loader),
-            folder,
-            config=config,
-            dtype=torch.float32,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
+        loader = getattr(transformers, problem.loader)
+        model, found = _weights(loader, folder, config, ignore_mismatched_sizes=True)
     prefix = body_prefix(model)
     absent = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}
     head = head_of(model, prefix, problem)
@@ -262,17 +250,52 @@ def _config(folder: Path) -> Any:
     """
     from transformers import AutoConfig
 
-    kind = model_type(folder)
+    said = model_config(folder)
+    kind = said["model_type"]
     refuse(kind)
     if kind in CLASSES:
         import_module(CLASSES[kind])
-    config = _read(AutoConfig, folder)
+    if _holds_more(folder):
+        try:
+            config = AutoConfig.for_model(**said)
+        except Exception as error:  # a class for each kind of wrong value
+            raise ModelError(
+                f"{folder / 'config.json'} describes no language model that can be built: {error}"
+            ) from error
+    else:
+        config = _read(AutoConfig, folder)
     if getattr(config, "quantization_config", None):
         raise ModelError(
             f"{folder} holds quantised weights, whose gradients aren't those of the model that is released; "
             "save it dequantised, in float32 or bfloat16, and train that"
         )
     return config
+
+
+def _weights(factory: Any, folder: Path, config: Any, **options: Any) -> tuple[Any, Any]:
+    """The model in float32, and what transformers says of the tensors that it found."""
+    import torch
+
+    inside = _holds_more(folder)
+    model, found = _read(
+        factory,
+        folder,
+        config=config,
+        dtype=torch.float32,
+        use_safetensors=True,
+        output_loading_info=True,
+        key_mapping={f"^{re.escape(vl2.PREFIX)}": ""} if inside else None,
+        **options,
+    )
+    if inside:
+        model._weight_conversions = None  # else a release's names would begin with that prefix, too
+    return model, found
+
+
+def _holds_more(folder: Path) -> bool:
+    """Whether a folder's model reads images too, and only its language model is used here."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return bool(config["model_type"] == vl2.MODEL_TYPE)
 
 
 def _tokenizer(folder: Path, config: Any, problem: Problem) -> Any:
@@ -282,7 +305,7 @@ def _tokenizer(folder: Path, config: Any, problem: Problem) -> Any:
     spaced = (
         {"add_prefix_space": True} if problem.target == "tokens" and config.model_type in _BYTE_LEVEL else {}
     )
-    tokenizer = _read(AutoTokenizer, folder, **spaced)
+    tokenizer = _read(AutoTokenizer, folder, config=config, **spaced)
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # transformers makes up an empty one
         raise ModelError(f"{folder} holds no tokenizer; copy the files of the one that it was trained with")
     return tokenizer
@@ -335,6 +358,10 @@ def _require_encoder(config: Any, folder: Path, problem: Problem) -> None:
 
     kind = config.model_type
     if problem.inputs == "image":
+        if _holds_more(folder):
+            raise ModelError(
+                f"{folder} holds a DeepSeek-VL2, of which only the language model is used here, for texts"
+            )
         if kind not in PREFIXES or kind not in auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:
             raise ModelError(
                 f"{folder} holds a {kind!r} model, which does not read images; use a ViT, DeiT or DINOv2"

@@ -11,10 +11,12 @@ import json
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from confide.errors import ModelError
+from confide.release import vl2
 from confide.release.tensors import Checkpoint
 
 PREFIXES: Mapping[str, str] = {
@@ -23,6 +25,7 @@ PREFIXES: Mapping[str, str] = {
     "camembert": "roberta.",
     "deberta": "deberta.",
     "deberta-v2": "deberta.",
+    "deepseek_ocr2_text": "model.",
     "deepseek_v2": "model.",
     "deepseek_v3": "model.",
     "deit": "deit.",
@@ -81,6 +84,7 @@ DECODERS: Mapping[str, str] = {
 OUTPUT = "lm_head."
 """What the output layer's names begin with, where there is no prefix that the body's would have."""
 CLASSES: Mapping[str, str] = {
+    "deepseek_ocr2_text": "confide.models.moe.deepseek_vl2",
     "granitemoe": "confide.models.moe.classifiers",
     "llama4_text": "confide.models.moe.classifiers",
     "moe_bert": "confide.models.moe.bert",
@@ -96,20 +100,31 @@ _RENAMED = (
 _CONSTANT_BUFFERS = ("position_ids", "token_type_ids")
 
 
-def model_type(folder: Path) -> str:
-    """The `model_type` of a model folder's config.json.
+def model_config(folder: Path) -> dict[str, Any]:
+    """What a model folder's config.json says; of a DeepSeek-VL2, what it says of its language model.
 
     Raises:
-        ModelError: no config.json, or one that doesn't say.
+        ModelError: no config.json, one that names no family, or a language model that can't be told.
     """
     file = Path(folder) / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-        return str(config["model_type"])
+        family = str(config["model_type"])
     except FileNotFoundError:
         raise ModelError(f"{folder} is not a model folder: it has no config.json") from None
     except (ValueError, KeyError, TypeError):
         raise ModelError(f"{file} can't be read, or names no model_type") from None
+    found: dict[str, Any] = vl2.language_model(config, file) if family == vl2.MODEL_TYPE else config
+    return found
+
+
+def model_type(folder: Path) -> str:
+    """The `model_type` of a model folder's config.json; of a DeepSeek-VL2, that of its language model.
+
+    Raises:
+        ModelError: as `model_config`.
+    """
+    return str(model_config(folder)["model_type"])
 
 
 def encoder_prefix(checkpoint: Checkpoint, family: str) -> str:
@@ -129,7 +144,10 @@ def encoder_prefix(checkpoint: Checkpoint, family: str) -> str:
             f"known: {', '.join(sorted(known))}"
         )
     prefix = known[family]
-    return prefix if any(name.startswith(prefix) for name in checkpoint.names) else ""
+    for before in (prefix, vl2.PREFIX + prefix):
+        if any(name.startswith(before) for name in checkpoint.names):
+            return before
+    return ""
 
 
 def encoder_tensors(checkpoint: Checkpoint, prefix: str, heads: Collection[str] = ()) -> dict[str, str]:

@@ -7,18 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.models.moe import vl2
 from tests.models.moe.families import FAMILIES
 
 from confide.models.moe.layers import sparse_layers
 
 
 def save_base(family: str, texts: Sequence[str], folder: Path, seed: int = 0) -> Path:
-    """A folder that transformers would load like any published base of the family.
+    """A folder like any published base of the family.
 
     Args:
         texts: what the tokenizer is trained on.
     """
     words = tokenizer(texts, switch=family == "Switch")
+    if family in vl2.SIZES:
+        return vl2.write(folder, {**vl2.SIZES[family], "vocab_size": len(words)}, words, seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: Any = FAMILIES[family](vocab_size=len(words))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from tests.models.moe import vl2
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -118,6 +119,19 @@ def _deepseek(version: int, **changes: Any) -> nn.Module:
     return _auto((DeepseekV2Config if version == 2 else DeepseekV3Config)(**config))
 
 
+def _vl2(size: str, **changes: Any) -> nn.Module:
+    """The language model of a DeepSeek-VL2, as confide reads its configuration."""
+    from transformers import AutoConfig
+
+    from confide.models.moe import deepseek_vl2  # noqa: F401 (the Auto classes then know it)
+    from confide.release.vl2 import language_model
+
+    said = language_model(vl2.whole_config({**vl2.SIZES[size], "attention_dropout": 0.1, **changes}), size)
+    config = AutoConfig.for_model(**said, initializer_range=0.2)
+    config.dtype = None
+    return _auto(config)
+
+
 def _granite(**changes: Any) -> nn.Module:
     from transformers import GraniteMoeConfig
 
@@ -157,6 +171,7 @@ FAMILIES: dict[str, Callable[..., nn.Module]] = {
     "Qwen3-MoE": _qwen3,
     "DeepSeek-V2": functools.partial(_deepseek, 2),
     "DeepSeek-V3": functools.partial(_deepseek, 3),
+    **{size: functools.partial(_vl2, size) for size in vl2.SIZES},
     "Granite-MoE": _granite,
     "gpt-oss": _gpt_oss,
     "Llama-4": _llama4,

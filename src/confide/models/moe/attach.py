@@ -1,4 +1,4 @@
-"""Putting `OwnerExperts` in the place of a layer's experts, and taking them out again."""
+"""Putting `OwnerExperts` in the place of a layer's experts; their tensors under the plain names."""
 
 from __future__ import annotations
 
@@ -32,17 +32,6 @@ def attach(layer: SparseLayer, lora: Lora | None = None) -> OwnerExperts:
     stand_in = OwnerExperts(base, parameters, form, layer.read, lora)
     layer.block.experts = stand_in
     return stand_in
-
-
-def detach(layer: SparseLayer) -> nn.Module:
-    """Put the layer's own experts back, with what was trained merged into their weights."""
-    held = attached(layer)
-    merged = merged_experts(layer)
-    with torch.no_grad():
-        for name, parameter in layer.base.named_parameters():
-            parameter.copy_(merged[f"{layer.name}.experts.{name}"])
-    layer.block.experts = held.base
-    return held.base
 
 
 def merged_experts(layer: SparseLayer) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ from confide.errors import ModelError
 
 MIXTURES = frozenset(
     {
+        "deepseek_ocr2_text",
         "deepseek_v2",
         "deepseek_v3",
         "gpt_oss",
@@ -22,14 +23,8 @@ MIXTURES = frozenset(
 )
 """Families of transformers that are trained here, for texts with one class each."""
 
-_VL2 = (
-    "transformers has no class for it, and in the code that comes with its weights routed experts get no "
-    "gradient in evaluation mode, and that of the whole batch's balance in training mode; train a DeepSeek-V2"
-)
 REFUSED: Mapping[str, str] = {
     "nllb-moe": "its experts' capacity is counted over the whole batch and kept between calls",
-    "deepseek_vl2": _VL2,
-    "deepseek_vl_v2": _VL2,
     "llama4": (
         "it reads images too; save its language model alone, as Llama4ForCausalLM loads it, and train that"
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,13 +15,7 @@ from confide.models.moe.layers import sparse_layers
 _RANDOM = ("dropout", "jitter")
 
 
-def harden(
-    model: nn.Module,
-    *,
-    max_length: int | None = None,
-    padding: Literal["right", "left"] = "right",
-    fixed_shape: bool = False,
-) -> None:
+def harden(model: nn.Module, *, max_length: int) -> None:
     """Make the model's routing and gradients functions of one record, in place.
 
     Sets every dropout and jitter rate to 0, in modules and configuration, so that training mode is
@@ -30,14 +24,11 @@ def harden(
 
     Args:
         model: with at least one layer of experts.
-        max_length: longest sequence in tokens, padding included; None leaves capacities alone.
-        padding: the side on which batches are padded.
-        fixed_shape: whether every micro-batch has one fixed shape, so that half-precision rounding can't
-            depend on who is in it.
+        max_length: longest sequence in tokens, padding included.
 
     Raises:
         ModelError: a family that mixes records and can't be mended, float16 where it clamps over the batch,
-            half-precision routing in batches of varying shape, or left padding with a capacity.
+            or routing in half precision.
     """
     for config in _configs(model):
         refuse(getattr(config, "model_type", ""))
@@ -48,28 +39,19 @@ def harden(
             "in float16 this family clamps hidden states when any record of the batch overflows; load the "
             "model in float32"
         )
-    if dtypes & {torch.float16, torch.bfloat16} and not fixed_shape:
+    if dtypes & {torch.float16, torch.bfloat16}:
         raise ModelError(
             "half-precision rounding depends on a batch's shape and flips routing choices, so that a "
-            "record's gradient depends on its neighbours; load the model in float32, or give every "
-            "micro-batch one fixed shape (fixed_shape)"
+            "record's gradient depends on its neighbours; load the model in float32"
         )
     for layer in layers:
-        capacity = getattr(layer.router, "expert_capacity", None)
-        if capacity is None:
-            continue
-        if max_length is not None:
+        if (capacity := getattr(layer.router, "expert_capacity", None)) is not None:
             layer.router.expert_capacity = max(capacity, max_length)
-        elif padding == "left":
-            raise ModelError(
-                f"{layer.name} has an expert capacity, which left padding uses up before a record's own "
-                "tokens: pad on the right, or give max_length to raise the capacity"
-            )
     for module in model.modules():
         _silence(module)
     for config in _configs(model):
         _silence_config(config)
-        if max_length is not None and hasattr(config, "expert_capacity"):
+        if hasattr(config, "expert_capacity"):
             # Else a release, built from this, would drop tokens that training didn't.
             config.expert_capacity = max(config.expert_capacity, max_length)
     for layer in layers:

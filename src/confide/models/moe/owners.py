@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -27,13 +28,14 @@ def owner_maps(
 ) -> dict[str, Owners]:
     """The owner of every record in each of some layers.
 
-    A record's owner is a function of that record and of public weights. It is computed once, before
-    training, and must be kept: a second pass in other batches may round otherwise and break a near tie the
-    other way. Of private records it is private.
+    A record's owner is a function of that record and of public weights; in a batch also of rounding, which
+    follows the batch's shape and how many of its tokens meet in an expert, and may break a near tie the other
+    way. Where one record must not change another's owner, hand records over one at a time (`alone`). Owners
+    are computed once, before training, and kept. Of private records they are private.
 
     Args:
         layers: of the model that `forward` calls.
-        forward: runs the hardened model on a batch.
+        forward: runs the hardened model on a batch; it is left at the highest of the layers.
         batches: (numbers of records, `input_ids` and `attention_mask`) that together cover all records.
         count: how many records there are.
         vote: how a token votes. `plurality`: with its gate weights, normalised over its experts (RAPTOR,
@@ -53,6 +55,18 @@ def owner_maps(
         if (found < 0).any():
             raise ModelError(f"{int((found < 0).sum())} record(s) were in no batch, so {name} has no owner")
     return owners
+
+
+def alone(
+    batch: Callable[[Owners], dict[str, Tensor]], count: int
+) -> Iterator[tuple[Owners, dict[str, Tensor]]]:
+    """Records one at a time, as `owner_maps` reads them: nothing of a forward pass then depends on another.
+
+    Args:
+        batch: the inputs for some numbers of records, without needless padding.
+    """
+    for rows in np.arange(count, dtype=np.int64)[:, None]:
+        yield rows, batch(rows)
 
 
 def vote_tables(
@@ -76,14 +90,28 @@ def _ballots(
     vote: Vote,
 ) -> Iterator[tuple[SparseLayer, Owners, Tensor]]:
     """(layer, numbers of records, their votes), batch by batch."""
+    highest = max(layers, key=lambda layer: layer.number).block.get_submodule("experts")
     with torch.no_grad(), routings(layers) as seen:
-        for rows, batch in batches:
-            seen.clear()
-            forward(batch)
-            for layer in layers:
-                if layer.name not in seen:
-                    raise ModelError(f"the model did not call the experts of {layer.name}")
-                yield layer, rows, votes(seen[layer.name], batch["attention_mask"], layer, vote)
+        handle = highest.register_forward_pre_hook(_stop)  # after the hooks that read what the routers chose
+        try:
+            for rows, batch in batches:
+                seen.clear()
+                with suppress(_EnoughSeenError):
+                    forward(batch)
+                for layer in layers:
+                    if layer.name not in seen:
+                        raise ModelError(f"the model did not call the experts of {layer.name}")
+                    yield layer, rows, votes(seen[layer.name], batch["attention_mask"], layer, vote)
+        finally:
+            handle.remove()
+
+
+class _EnoughSeenError(Exception):
+    """Ends a forward pass whose rest has no say in the votes."""
+
+
+def _stop(*_: Any) -> None:
+    raise _EnoughSeenError
 
 
 def votes(routing: Routing, mask: Tensor, layer: SparseLayer, vote: Vote = "plurality") -> Tensor:
