@@ -212,7 +212,7 @@ def test_every_input_must_be_signed(
     assert results(examine(unsigned)[1])["input 2"] == "note"
     (failure,) = failures(unsigned, trusted=TRUSTED)
     assert failure.startswith("input 2: not signed")
-    quieter = sign(one, OWNER).model_copy(update={"assumptions": ()})
+    quieter = sign(one, OWNER).model_copy(update={"confide": "9"})
     changed = _merged(tmp_path / "changed", save, info, quieter)
     (failure,) = failures(changed, trusted=TRUSTED)
     assert failure.startswith("input 1: input 1 was changed after it was signed")
