@@ -185,7 +185,9 @@ def compose(
     claim, no_claim = None, "; ".join(dict.fromkeys(reasons)) or None
     if no_claim is None:
         claim, no_claim = claim_of(spendings, apart_in(inputs, disjoint=bool(disjoint)))
-    declared = disjoint if isinstance(disjoint, OwnersChecked) else "declared" if disjoint else None
+    declared: Literal["declared"] | OwnersChecked | None = None
+    if disjoint:
+        declared = disjoint if isinstance(disjoint, OwnersChecked) else "declared"
     agreements = {statement.agreement if statement else None for statement in statements}
     made = Statement(
         kind="merge",
