@@ -152,6 +152,7 @@ def test_a_finished_run_keeps_what_is_no_key(
     answer = confide("purge", out)
     assert "nothing; a finished run has no keys left" in answer.out
     assert f"Remains: {out / 'private'} (losses without noise: never share)" in answer.out
+    assert "overwritten" not in answer.out
     found = confide("purge", out, "--all", "--json").json()
     assert found == {
         "destroyed": ["private/"],

@@ -23,6 +23,7 @@ class _UnknownRunError(ConfideError):
     """A ledger that can be used, but isn't the one."""
 
 
+_KEYS = "keys and checkpoints"
 _REMAINS = {
     "release": "may be shared",
     "report": "scores without noise: for whoever may see the data",
@@ -49,7 +50,7 @@ def purge(
     settled, waits = False, None
     if folder.whole:
         folder.finish()
-        destroyed.append("keys and checkpoints")
+        destroyed.append(_KEYS)
     elif folder.side.exists():
         with closing(folder.open()) as unfinished:
             if not yes:
@@ -57,7 +58,7 @@ def purge(
             settled, waits = _settled_or_noted(unfinished, ledger)
             unfinished.destroy()
             folder.remove()
-        destroyed.append("keys and checkpoints")
+        destroyed.append(_KEYS)
     elif not (folder.out / "release").exists():
         raise ResumeError(f"there is no run in {folder.out}")
     if folder.out.parent.is_dir():
@@ -77,7 +78,7 @@ def purge(
         )
         return
     print(f"Destroyed: {', '.join(destroyed) or 'nothing; a finished run has no keys left'}.")
-    if destroyed:
+    if _KEYS in destroyed:
         print(
             "The bytes of the keys were overwritten. An SSD, a snapshot or a copy-on-write file system may "
             "still hold them elsewhere; only an encrypted or a wiped disk is certain."
