@@ -218,6 +218,18 @@ def test_every_input_must_be_signed(
     assert failure.startswith("input 1: input 1 was changed after it was signed")
 
 
+def test_a_statement_that_comes_in_twice_is_looked_at_once(
+    tmp_path: Path, base: Path, save: Save, info: ReleaseInfo, schedule: Schedule
+) -> None:
+    one = sign(_run(base, schedule, "one"), OWNER)
+    inner = compose([one, one], disjoint=False, base=one.base)
+    _, checks = examine(_merged(tmp_path / "twice", save, info, inner, inner))
+    told = {check.what: check.detail for check in checks if check.what.startswith("input")}
+    assert list(told) == ["input 1", "input 1.1", "input 1.2", "input 2"]
+    assert told["input 1.2"] == "the same statement as input 1.1"
+    assert told["input 2"] == "the same statement as input 1"
+
+
 def test_the_ledger(tmp_path: Path, base: Path, save: Save, info: ReleaseInfo, schedule: Schedule) -> None:
     book, other = (Ledger.open(str(tmp_path / f"{name}.sqlite")) for name in ("book", "other"))
     planned = training_spending(
