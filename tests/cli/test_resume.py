@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,11 +107,41 @@ def test_a_run_is_given_up(confide: Confide, stopped: Path, reviews: Path) -> No
     assert "there is no run" in confide("purge", stopped, "--yes").message()
 
 
-def test_a_run_whose_ledger_is_gone_is_not_given_up(confide: Confide, stopped: Path, tmp_path: Path) -> None:
+def test_a_ledger_that_is_named_must_know_the_run(confide: Confide, stopped: Path, tmp_path: Path) -> None:
     Ledger.open(str(tmp_path / "other.sqlite"))
     message = confide("purge", stopped, "--yes", "--ledger", tmp_path / "other.sqlite").message()
     assert "doesn't know it" in message
     assert confide("train", "--resume", stopped).code == 0
+
+
+def test_keys_are_destroyed_while_the_ledger_is_away(
+    confide: Confide, stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The charge stays, and what ran is noted by the next command that meets the ledger, elsewhere too."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    place = Path(os.environ["CONFIDE_LEDGER"])
+    place.rename(tmp_path / "moved.sqlite")
+    found = confide("purge", stopped, "--yes", "--json").json()
+    assert found["destroyed"] == ["keys and checkpoints"]
+    assert not found["settled"]
+    assert "isn't there" in found["unsettled"]
+    assert not stopped.with_name("run.unfinished").exists()
+    assert not place.exists()  # no new, empty ledger in its place
+    (note,) = (tmp_path / "data" / "confide" / "unsettled").iterdir()
+    Ledger.open(str(tmp_path / "other.sqlite"))  # not the one
+    assert note.exists()
+    monkeypatch.setenv("CONFIDE_LEDGER", str(tmp_path / "moved.sqlite"))
+    assert confide("ledger", "verify").code == 0
+    assert charges() == [("settled", {"all": 1})]
+    assert not note.exists()
+
+
+def test_a_damaged_charge_keeps_no_keys(confide: Confide, stopped: Path) -> None:
+    (stopped.with_name("run.unfinished") / "private" / "resume" / "charge.json").write_text("{")
+    answer = confide("purge", stopped, "--yes")
+    assert answer.code == 0, answer.err
+    assert "could not be noted" in answer.out
+    assert charges() == [("reserved", {})]
 
 
 def test_a_finished_run_keeps_what_is_no_key(
@@ -121,8 +152,14 @@ def test_a_finished_run_keeps_what_is_no_key(
     answer = confide("purge", out)
     assert "nothing; a finished run has no keys left" in answer.out
     assert f"Remains: {out / 'private'} (losses without noise: never share)" in answer.out
+    assert "overwritten" not in answer.out
     found = confide("purge", out, "--all", "--json").json()
-    assert found == {"destroyed": ["private/"], "settled": False, "remains": ["release", "report"]}
+    assert found == {
+        "destroyed": ["private/"],
+        "settled": False,
+        "unsettled": None,
+        "remains": ["release", "report"],
+    }
     assert not (out / "private").exists()
 
 

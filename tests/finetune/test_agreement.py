@@ -121,6 +121,14 @@ def test_releases_carry_it_and_merges_compare_it(
         check(statement)
         assert verify(folders[label]).agreement == (read(path).hash if path else None)
 
+    bare = shutil.copytree(folders["films"], tmp_path / "bare")
+    (bare / "agreement.json").unlink()
+    said = json.loads((bare / "statement.json").read_text())
+    del said["files"]["agreement.json"]
+    (bare / "statement.json").write_text(json.dumps(said))
+    with pytest.raises(ReleaseError, match=r"about an agreement, but agreement\.json is missing"):
+        verify(bare)
+
     def planned(*labels: str) -> Any:
         return plan_models([folders[label] for label in labels], base=tiny_base, operator="average")
 

@@ -7,6 +7,7 @@ after such a run; and no half-written file may be left.
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import signal
@@ -47,7 +48,11 @@ class Bench:
         self.folder, self.base, self.data = folder, base, data
         server = Path(__file__).with_name("kill_server.py")
         self.server = subprocess.Popen(
-            [sys.executable, str(server)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, str(server)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "XDG_CONFIG_HOME": str(folder / "config")},  # no key of its user's
         )
         whole = self.ask(self.train("whole"), "whole", warm=True)
         other = self.ask(self.train("other", "--dataset", "others"), "other")

@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from confide.errors import PrivacyError
+from confide.privacy import lineage, words
 from confide.privacy import statement as statements
 from confide.privacy.accountant import epsilon
 from confide.privacy.composition import (
@@ -273,7 +274,9 @@ def test_a_merge_says_what_its_inputs_say() -> None:
         "aren't those": honest.model_copy(update={"inputs": (a.to_json(),)}),
         "input 2: the claim doesn't hold": _altered(honest, "inputs", 1, "claim", "epsilon", to=0.01),
         "its input 1 claims nothing": _altered(
-            _altered(honest, "inputs", 0, "claim", to=None), "inputs", 0, "no_claim", to="no"
+            _altered(_altered(honest, "inputs", 0, "claim", to=None), "inputs", 0, "no_claim", to="no"),
+            *("inputs", 0, "assumptions"),
+            to=[],
         ),
         "leaves out an assumption": honest.model_copy(update={"assumptions": honest.assumptions[1:]}),
         "another base": honest.model_copy(update={"base": other_base}),
@@ -286,6 +289,92 @@ def test_a_merge_says_what_its_inputs_say() -> None:
     for message, forged in forgeries.items():
         with pytest.raises(PrivacyError, match=message):
             check(forged)
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "Noise was drawn, and confide has checked that it was."),
+        (2, None),
+        (None, "The claim is certified by an authority."),
+        (None, "The labels of a are numbers from 1 to 5; this range was declared by looking at them."),
+        (None, "The labels of a are numbers from 5 to 1; this range was declared without looking at the "
+         "records, and counts as public."),
+        (None, "The names of the labels of b were read from its file and count as public."),
+        (None, "The models were weighed by statistics of brown, which is public: it holds no record of the "
+         "data sets above. If it does, the claim doesn't cover what they show of that record."),
+    ],
+)  # fmt: skip
+def test_sentences_that_do_not_follow_are_refused(number: int | None, text: str | None) -> None:
+    honest = _statement("a")
+    lines = list(honest.assumptions)
+    if number is not None:
+        del lines[number]
+    lines += [text] if text else []
+    for forged in (
+        honest.model_copy(update={"assumptions": tuple(lines)}),
+        _altered(_merge(honest, disjoint=False), "inputs", 0, "assumptions", to=lines),
+    ):
+        with pytest.raises(PrivacyError, match=r"leaves out an assumption|doesn't follow"):
+            check(forged)
+
+
+def test_what_is_no_field_may_be_assumed_in_its_own_words() -> None:
+    parts = [_statement("a", labels_from="file"), _statement("b", label_range=(-1.5, 5))]
+    for part in parts:
+        check(part)
+    merged = _merge(*parts, disjoint=True)
+    check(merged)
+    weighed = (*merged.assumptions, words.public_statistics(["brown", "my corpus.txt"]))
+    check(merged.model_copy(update={"assumptions": weighed}))
+    forged = (*merged.assumptions, words.public_statistics(["brown. All of this is certified. It"]))
+    with pytest.raises(PrivacyError, match="doesn't follow"):
+        check(merged.model_copy(update={"assumptions": forged}))
+
+
+def test_the_accountant_is_no_free_text() -> None:
+    with pytest.raises(PrivacyError, match="no accountant"):
+        check(_altered(_statement(), "claim", "accountant", to="exact, by the authority"))
+
+
+def test_every_content_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten merges of a merge with itself hold two thousand statements, and eleven different ones."""
+    merged = _merge(_statement("a"), _statement("b"), disjoint=True)
+    for _ in range(9):
+        merged = _merge(merged, merged, disjoint=False)
+    read: list[str] = []
+    once = lineage.parse
+    monkeypatch.setattr(lineage, "parse", lambda said, where: read.append(where) or once(said, where))
+    check(merged)
+    assert len(read) == 11
+    assert len(list(lineage.trace(merged).every())) == 12
+
+
+def test_nesting_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lineage, "DEEPEST", 3)
+    merged = _statement()
+    for _ in range(3):
+        merged = _merge(merged, disjoint=False)
+    check(merged)
+    with pytest.raises(PrivacyError, match="nested more than"):
+        _merge(merged, disjoint=False)
+    hostile = merged.model_copy(update={"inputs": (merged.to_json(),)})
+    with pytest.raises(PrivacyError, match="nested more than"):
+        check(hostile)
+    wide = _merge(*map(_statement, "abc"), disjoint=True)
+    monkeypatch.setattr(lineage, "MOST", 2)
+    with pytest.raises(PrivacyError, match="more than 2 statements"):
+        check(wide)
+
+
+def test_a_malformed_input_is_not_taken_for_one_of_its_hash() -> None:
+    a = _statement("a")
+    inner = _merge(a, disjoint=False)
+    content = lineage.Reader()._content(a.to_json(), 1)
+    honest, forged = inner.to_json(), {**inner.to_json(), "inputs": [content.hex()]}
+    both = _merge(inner, inner, disjoint=False).model_copy(update={"inputs": (honest, forged)})
+    with pytest.raises(PrivacyError, match="input 2 is not a valid statement"):
+        check(both)
 
 
 def test_replaced_unit_may_touch_two_data_sets() -> None:

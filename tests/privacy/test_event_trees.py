@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from confide.errors import PrivacyError
-from confide.privacy import composition, statement, words
+from confide.privacy import assumptions, claims, composition, statement, words
 from confide.privacy.account import Account
 from confide.privacy.events import (
     Composed,
@@ -43,7 +43,7 @@ def _spending(*events: object, schedule: Schedule | None = None) -> Spending:
 
 
 def _statement(spending: Spending) -> Statement:
-    claim, reason = composition._claim((spending,))
+    claim, reason = claims.claim_of((spending,))
     return Statement(
         kind="training",
         confide="0",
@@ -52,7 +52,7 @@ def _statement(spending: Spending) -> Statement:
         base=BASE,
         weights={},
         spendings=(spending,),
-        assumptions=(),
+        assumptions=assumptions.of_training(spending, ()) if claim else (),
     )
 
 

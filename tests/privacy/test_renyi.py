@@ -82,3 +82,9 @@ def test_no_rule_for_truncated_draws() -> None:
     assert not renyi.has_rule(event)
     with pytest.raises(PrivacyError, match="no rule for truncated"):
         renyi.divergences(event, "add-or-remove-one")
+
+
+@pytest.mark.parametrize("delta", [1e-30, 1e-14])
+def test_a_divergence_below_rounding_is_not_nothing(delta: float) -> None:
+    """One query at q = 1e-9: its worlds differ by 4e-13 in total variation, so ε = 0 needs a δ above that."""
+    assert renyi.epsilon(PoissonGaussian(1e-9, (1000.0,), 1), delta, "add-or-remove-one") > 0

@@ -96,3 +96,10 @@ def test_how_owners_checked_needs_words_and_a_day() -> None:
     ):
         with pytest.raises(ValueError, match=r"how|when"):
             OwnersChecked.model_validate(bad)
+
+
+def test_a_file_without_end_is_not_read(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / statements.FILE_NAME).write_text(text, encoding="utf-8")
+    monkeypatch.setattr(statements, "_LARGEST", len(text) // 2)
+    with pytest.raises(PrivacyError, match="is larger than"):
+        statements.read(tmp_path)

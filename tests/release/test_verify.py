@@ -212,10 +212,22 @@ def test_every_input_must_be_signed(
     assert results(examine(unsigned)[1])["input 2"] == "note"
     (failure,) = failures(unsigned, trusted=TRUSTED)
     assert failure.startswith("input 2: not signed")
-    quieter = sign(one, OWNER).model_copy(update={"assumptions": ()})
+    quieter = sign(one, OWNER).model_copy(update={"confide": "9"})
     changed = _merged(tmp_path / "changed", save, info, quieter)
     (failure,) = failures(changed, trusted=TRUSTED)
     assert failure.startswith("input 1: input 1 was changed after it was signed")
+
+
+def test_a_statement_that_comes_in_twice_is_looked_at_once(
+    tmp_path: Path, base: Path, save: Save, info: ReleaseInfo, schedule: Schedule
+) -> None:
+    one = sign(_run(base, schedule, "one"), OWNER)
+    inner = compose([one, one], disjoint=False, base=one.base)
+    _, checks = examine(_merged(tmp_path / "twice", save, info, inner, inner))
+    told = {check.what: check.detail for check in checks if check.what.startswith("input")}
+    assert list(told) == ["input 1", "input 1.1", "input 1.2", "input 2"]
+    assert told["input 1.2"] == "the same statement as input 1.1"
+    assert told["input 2"] == "the same statement as input 1"
 
 
 def test_the_ledger(tmp_path: Path, base: Path, save: Save, info: ReleaseInfo, schedule: Schedule) -> None:

@@ -10,10 +10,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from confide.cli.output import print_json
+from confide.errors import ConfideError
 
 if TYPE_CHECKING:
-    from confide.finetune.checkpoint import Unfinished
+    from collections.abc import Mapping
 
+    from confide.finetune.checkpoint import Unfinished
+    from confide.privacy.ledger import Ledger
+
+
+class _UnknownRunError(ConfideError):
+    """A ledger that can be used, but isn't the one."""
+
+
+_KEYS = "keys and checkpoints"
 _REMAINS = {
     "release": "may be shared",
     "report": "scores without noise: for whoever may see the data",
@@ -37,18 +47,18 @@ def purge(
 
     folder = RunFolder.of(run)
     destroyed: list[str] = []
-    settled = False
+    settled, waits = False, None
     if folder.whole:
         folder.finish()
-        destroyed.append("keys and checkpoints")
+        destroyed.append(_KEYS)
     elif folder.side.exists():
         with closing(folder.open()) as unfinished:
             if not yes:
                 _ask(folder.side, json=json)
-            settled = _settle(unfinished, ledger)
+            settled, waits = _settled_or_noted(unfinished, ledger)
             unfinished.destroy()
             folder.remove()
-        destroyed.append("keys and checkpoints")
+        destroyed.append(_KEYS)
     elif not (folder.out / "release").exists():
         raise ResumeError(f"there is no run in {folder.out}")
     if folder.out.parent.is_dir():
@@ -58,16 +68,26 @@ def purge(
         destroyed.append("private/")
     remains = {name: about for name, about in _REMAINS.items() if (folder.out / name).exists()}
     if json:
-        print_json({"destroyed": destroyed, "settled": settled, "remains": sorted(remains)})
+        print_json(
+            {
+                "destroyed": destroyed,
+                "settled": settled,
+                "unsettled": waits,
+                "remains": sorted(remains),
+            }
+        )
         return
     print(f"Destroyed: {', '.join(destroyed) or 'nothing; a finished run has no keys left'}.")
-    if destroyed:
+    if _KEYS in destroyed:
         print(
             "The bytes of the keys were overwritten. An SSD, a snapshot or a copy-on-write file system may "
             "still hold them elsewhere; only an encrypted or a wiped disk is certain."
         )
     if settled:
         print("The ledger notes what ran; all that was planned stays charged.")
+    if waits:
+        print(f"All that was planned stays charged, but what ran could not be noted in the ledger: {waits}.")
+        print("It is noted when you next use that ledger, wherever it is then.")
     for name, about in remains.items():
         print(f"Remains: {folder.out / name} ({about})")
 
@@ -83,26 +103,49 @@ def _ask(side: Path, *, json: bool) -> None:
     )
 
 
-def _settle(unfinished: Unfinished, url: str | None) -> bool:
-    """Note in the ledger what an abandoned run is known to have run; whether there was anything to note."""
-    from confide.errors import ConfigError, PrivacyError
-    from confide.finetune.charge import find
+def _settled_or_noted(unfinished: Unfinished, url: str | None) -> tuple[bool, str | None]:
+    """Settle an abandoned run, or leave a note for later: no ledger keeps keys from being destroyed.
+
+    Returns:
+        Whether it was settled, and why that has to wait.
+
+    Raises:
+        PrivacyError: the ledger that was named doesn't know the run.
+    """
+    from confide.errors import ConfigError, PrivacyError, ResumeError
+    from confide.privacy import unsettled
     from confide.privacy.ledger import Ledger
 
-    noted = unfinished.charge()
+    try:
+        noted = unfinished.charge()
+    except ResumeError as error:  # which entry it is can't be known: it stays as it is, charged
+        return False, str(error)
     if noted is None:
-        return False
+        return False, None
     name, hashed = noted
-    if url is None and "***" in name:
-        raise ConfigError(f"the run was charged to {name}; name it with --ledger, its password is not stored")
-    ledger = Ledger.open(url or name)
+    try:
+        if url is None and "***" in name:
+            raise ConfigError(f"it was charged to {name}, whose password is not stored; --ledger names it")
+        ledger = Ledger.open(url or name, start=False)
+        return _settle(ledger, hashed, unfinished.steps_run()), None
+    except _UnknownRunError as error:
+        if url is not None:
+            raise PrivacyError(f"{error}: name that one with --ledger, or leave --ledger out") from None
+        reason: ConfideError = error
+    except (PrivacyError, ConfigError) as error:
+        reason = error
+    unsettled.note(name, hashed, unfinished.steps_run())
+    return False, str(reason)
+
+
+def _settle(ledger: Ledger, hashed: str, steps_run: Mapping[str, int]) -> bool:
+    """Note in the ledger what an abandoned run is known to have run; whether there was anything to note."""
+    from confide.finetune.charge import find
+
     charge = find(ledger, lambda entry: entry.hash == hashed)
     if charge is None or charge.entry is None:
-        raise PrivacyError(
-            f"the run was charged to the ledger {name}, but {ledger.name} doesn't know it: name that one "
-            "with --ledger, or restore it"
-        )
+        raise _UnknownRunError(f"the run was charged to another ledger; {ledger.name} doesn't know it")
     if charge.settled or charge.refunded:
         return False
-    ledger.settle(charge.entry, unfinished.steps_run())
+    ledger.settle(charge.entry, steps_run)
     return True

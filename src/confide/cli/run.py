@@ -16,6 +16,9 @@ def run(
     plan: Annotated[Path, typer.Argument(help="The study: base, tasks, methods, merges (YAML).")],
     out: Annotated[Path, typer.Option(help="Folder for releases and report.")],
     fast: Annotated[bool, typer.Option("--fast", help="The file's shorter variant, for a taste.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with a study in --out that was stopped.")
+    ] = False,
     ledger: Annotated[
         str | None,
         typer.Option(
@@ -37,7 +40,7 @@ def run(
     book = ledger_for_training(ledger) if own else None
     signs = signing_key(key)
     with progress_bars(show=not json) as progress:
-        study = run_study(study_plan, out, progress, book, signs)
+        study = run_study(study_plan, out, progress, book, signs, resume=resume)
     write_report(study, out / "report")
     write_private(study, out / "private")
     if json:

@@ -8,6 +8,7 @@ import platform
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +18,7 @@ import numpy as np
 
 from confide import files
 from confide.errors import ConfideError, ConfigError
+from confide.experiment.finished import Desk, Finished, desk, is_unfinished
 from confide.experiment.merges import (
     merge_models,
     merged_folder,
@@ -27,6 +29,8 @@ from confide.experiment.merges import (
 from confide.experiment.mixtures import Routings, private_facts, run_facts, upcycled
 from confide.experiment.plan import MergePlan, Plan, TaskPlan
 from confide.finetune.base import PublicBase
+from confide.finetune.checkpoint import Unfinished
+from confide.finetune.fingerprint import fingerprint
 from confide.finetune.memory import forget_peak, peak_bytes
 from confide.finetune.methods import schedule
 from confide.finetune.prepare import Prepared, Progress
@@ -36,10 +40,11 @@ from confide.finetune.tuned import FineTuned
 from confide.finetune.upcycled import Upcycled
 from confide.geometry.drift import folder_drift
 from confide.models.backbones import load_classifier
-from confide.privacy.composition import compose, per_dataset
+from confide.privacy.composition import check, compose, per_dataset
 from confide.privacy.statement import Claim, Statement
 from confide.privacy.words import round_up
 from confide.release.tensors import Checkpoint
+from confide.release.write import verify
 from confide.report.findings import findings
 from confide.report.mixtures import mixture_findings
 from confide.report.scores import INDIVIDUAL, PRETRAINED
@@ -79,26 +84,54 @@ def run(
     progress: Progress,
     ledger: Ledger | None = None,
     key: Ed25519PrivateKey | None = None,
+    *,
+    resume: bool = False,
 ) -> Study:
     """Run a study; releases land in `out`/models and `out`/merged, a mixture made of the base in `out`/base.
 
     Args:
         plan: from `experiment.plan.read`.
-        out: a folder without an earlier study in it.
+        out: a folder without an earlier study in it, or with `resume` one that was not finished.
         progress: called with (what, done, total).
         ledger: charged for every private run on a task from somebody's own file, under the task's name; the
             registered tasks are public corpora and are not charged.
         key: signs every statement.
+        resume: go on with a study that was stopped. Runs that are finished are used as they are, if they
+            were trained from the same records, base and settings; one that was broken off goes on from its
+            checkpoint under its charge (`finetune.checkpoint`). Merges are made anew.
 
     Raises:
-        ConfigError: `out` holds a study already.
+        ConfigError: `out` holds a study already, or nothing to go on with.
+        ResumeError: a finished or broken-off run began with something else, which is named.
         DataError: two tasks share a record although the plan declares them disjoint.
     """
-    for folder in (out / "base", out / "models", out / "merged", out / "statistics", out / "report"):
-        if folder.exists():
-            raise ConfigError(
-                f"{out} holds a study already ({folder.name}/); choose another --out or remove it"
-            )
+    _check_place(out, resume=resume)
+    with desk(out) as kept:
+        for name in ("base", "merged", "statistics"):  # made anew
+            shutil.rmtree(out / name, ignore_errors=True)
+        return _run(plan, out, progress, ledger, key, kept)
+
+
+def _check_place(out: Path, *, resume: bool) -> None:
+    """Make sure that nothing is overwritten."""
+    present = [name for name in ("base", "models", "merged", "statistics", "report") if (out / name).exists()]
+    if resume:
+        if not is_unfinished(out):
+            raise ConfigError(f"{out} holds no unfinished study; leave --resume out, or choose another --out")
+    elif present or is_unfinished(out):
+        what = f" ({present[0]}/)" if present else ""
+        more = "go on with it by --resume, " if is_unfinished(out) else ""
+        raise ConfigError(f"{out} holds a study already{what}; {more}choose another --out or remove it")
+
+
+def _run(
+    plan: Plan,
+    out: Path,
+    progress: Progress,
+    ledger: Ledger | None,
+    key: Ed25519PrivateKey | None,
+    kept: Desk,
+) -> Study:
     started = time.monotonic()
     tasks = [load_task(task) for task in plan.tasks]
     if plan.disjoint:
@@ -125,16 +158,8 @@ def run(
             if task.name not in prepared:
                 prepared[task.name] = prepare(task, base, settings.max_length)
                 prepared[task.name].routings = routings.found
-            forget_peak()
-            before = time.monotonic()
             book = ledger if plan.tasks[number].data is not None else None
-            trained = finetune(prepared[task.name], base, settings, ledger=book, progress=progress)
-            seconds, memory = time.monotonic() - before, peak_bytes()
-            trained.release(model_folder(out, method, seed, task.name), key=key)
-            if trained.diagnostics is not None:
-                trained.keep_private(out / "private" / method / f"seed-{seed}" / task.name)
-            drifted = folder_drift(base.folder, model_folder(out, method, seed, task.name))
-            _note(seen, trained, method, drifted, seconds, memory)
+            _train(out, base, prepared[task.name], method, settings, seen, kept, book, key, progress)
         prepared[task.name].forget("train")
     progress("models trained", len(tasks) * len(runs), len(tasks) * len(runs))
     rows = [
@@ -205,21 +230,69 @@ def _methods(plan: Plan) -> list[str]:
     return [*plan.methods, *([PRETRAINED] if plan.pretrained is not None else [])]
 
 
-def _note(seen: _Seen, trained: FineTuned, method: str, drifted: float, seconds: float, memory: int) -> None:
-    key, task = (method, trained.settings.seed), trained.prepared.task.name
-    seen.scores.setdefault(key, {})[task] = trained.score()
-    seen.statements.setdefault(key, []).append(trained.statement)
-    seen.first_blocks[method] = trained.adapted.first_block
-    facts = seen.facts.setdefault(key, MethodFacts(method, trained.settings.seed, {}, {}, {}, {}))
-    facts.drift[task] = drifted
-    facts.noise_multiplier[task] = trained.schedule.streams[0].noise_multiplier
+def _train(
+    out: Path,
+    base: PublicBase,
+    prepared: Prepared,
+    method: str,
+    settings: Settings,
+    seen: _Seen,
+    kept: Desk,
+    ledger: Ledger | None,
+    key: Ed25519PrivateKey | None,
+    progress: Progress,
+) -> None:
+    """Train and release one task's model, or find that it is there already, and note what it is."""
+    task, seed = prepared.task.name, settings.seed
+    folder = model_folder(out, method, seed, task)
+    now = fingerprint(prepared, settings, base.identity, base.folder, task, None, kept.key)
+    if folder.exists():
+        found = kept.finished(method, seed, task, now)
+        statement = verify(folder)
+        check(statement)
+    else:
+        forget_peak()
+        before = time.monotonic()
+        with closing(Unfinished.open(kept.unfinished(method, seed, task), every=kept.every)) as unfinished:
+            trained = finetune(
+                prepared, base, settings, ledger=ledger, progress=progress, unfinished=unfinished
+            )
+            found = _found(trained, method, now, time.monotonic() - before, peak_bytes())
+            if trained.diagnostics is not None:
+                trained.keep_private(out / "private" / method / f"seed-{seed}" / task)
+            kept.note(method, seed, task, found)
+            trained.release(folder, key=key)
+        statement = trained.statement
+    run = (method, seed)
+    seen.scores.setdefault(run, {})[task] = found.score
+    seen.statements.setdefault(run, []).append(statement)
+    seen.first_blocks[method] = found.first_block
+    facts = seen.facts.setdefault(run, MethodFacts(method, seed, {}, {}, {}, {}))
+    facts.drift[task] = folder_drift(base.folder, folder)
+    facts.noise_multiplier[task] = found.noise_multiplier
+    facts.trained[task] = found.trained
+    facts.seconds[task] = found.seconds
+    facts.memory[task] = found.memory
+    if found.mixture:
+        seen.mixtures.append(found.mixture)
+    if found.private:
+        seen.private.append(found.private)
+
+
+def _found(trained: FineTuned, method: str, now: Mapping[str, str], seconds: float, memory: int) -> Finished:
     named = dict(trained.adapted.classifier.model.named_parameters())
-    facts.trained[task] = sum(named[name].numel() for name in trained.schedule.parameters)
-    facts.seconds[task] = seconds
-    facts.memory[task] = memory
-    if trained.settings.method == "raptor":
-        seen.mixtures.append(run_facts(trained, method))
-        seen.private.append(private_facts(trained, method))
+    mixture = trained.settings.method == "raptor"
+    return Finished(
+        fingerprint=dict(now),
+        score=trained.score(),
+        first_block=trained.adapted.first_block,
+        noise_multiplier=trained.schedule.streams[0].noise_multiplier,
+        trained=sum(named[name].numel() for name in trained.schedule.parameters),
+        seconds=seconds,
+        memory=memory,
+        mixture=run_facts(trained, method) if mixture else None,
+        private=private_facts(trained, method) if mixture else None,
+    )
 
 
 def _mixture(made: Upcycled | None, base: PublicBase, routings: Routings, seen: _Seen) -> MixtureFacts | None:

@@ -143,6 +143,8 @@ class FineTuned:
         classifier.model.config.architectures = [type(classifier.model).__name__]  # type: ignore[union-attr]
         classifier.model.config.save_pretrained(folder)  # type: ignore[union-attr,operator]
         save_generation(classifier.model, folder)
+        if self.agreement:
+            files.write_json(folder / agreements.FILE_NAME, self.agreement.to_json())
         if classifier.tokenizer is None:
             size, colours = classifier.problem.image_size, classifier.colours
             assert size is not None
@@ -154,8 +156,6 @@ class FineTuned:
             classifier.tokenizer.save_pretrained(folder)
         except Exception as error:  # a full disk is a bare Exception in the tokenizers library
             raise ReleaseError(f"can't write the tokenizer to {folder}: {error}") from error
-        if self.agreement:
-            files.write_json(folder / agreements.FILE_NAME, self.agreement.to_json())
         if is_adapter(self.adapted):
             (folder / ADAPTER).mkdir()
             write_adapter(self.adapted, folder / ADAPTER)

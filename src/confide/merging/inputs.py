@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from confide.errors import MergeError
+from confide.merging.fit import LOGITS, check_base, check_heads, check_vocabulary
 from confide.merging.lora import Adapter, is_adapter
 from confide.merging.vectors import CHUNK, Encoder, TaskVectors
 from confide.privacy import statement as statements
@@ -41,7 +42,6 @@ _TURNED = {
     **dict.fromkeys(("gpt_oss", "llama4_text"), _STACKED),
 }
 """Families that keep weights as (in, out), and of which layers: transformers' Conv1D, or stacked experts."""
-_LOGITS = ("classifier.out_proj.weight", "classifier.weight", "score.weight")
 _LONGEST = 512
 
 
@@ -138,9 +138,9 @@ def read_inputs(
     if _OUTPUT in public.weights.names and _OUTPUT not in present:
         body = _select(public.weights, set(public.weights.names) - {_OUTPUT})
         public = replace(public, weights=body, hash=tensors_hash(body.checkpoint, body.stored))
-    _check_heads(inputs)
-    _check_base(inputs, public)
-    _check_vocabulary(inputs, public.folder)
+    check_heads(inputs)
+    check_base(inputs, public)
+    check_vocabulary(inputs, public.folder)
     return public, inputs
 
 
@@ -327,7 +327,7 @@ def _plain_heads(
         return ()
     check_task_name(task)
     weights = Encoder(str(path), checkpoint, stored)
-    logits = next((name for name in _LOGITS if name in stored), None)
+    logits = next((name for name in LOGITS if name in stored), None)
     config = _config(path)
     count = weights.shape(logits)[0] if logits else 0
     named = config.get("id2label")
@@ -369,40 +369,6 @@ def _json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _check_heads(inputs: Sequence[Input]) -> None:
-    owner: dict[str, Path] = {}
-    for item in inputs:
-        for head, weights in item.heads:
-            if head.task in owner:
-                raise MergeError(
-                    f"two heads for task {head.task!r}, in {owner[head.task]} and {item.path}; a merge has "
-                    "one head a task"
-                )
-            owner[head.task] = item.path
-            logits = next((name for name in _LOGITS if name in weights.names), None)
-            if logits and head.labels and weights.shape(logits)[0] != len(head.labels):
-                raise MergeError(
-                    f"the head for task {head.task!r} in {item.path} gives {weights.shape(logits)[0]} logits "
-                    f"({logits}), but its label space has {len(head.labels)}: {', '.join(head.labels)}"
-                )
-    prefixes = {item.prefix: item.path for item in inputs if item.heads}
-    if len(prefixes) > 1:
-        pairs = ", ".join(f"{name!r} in {path}" for name, path in prefixes.items())
-        raise MergeError(f"the models are of different families: {pairs}")
-
-
-def _check_base(inputs: Sequence[Input], public: PublicBase) -> None:
-    """Compare hashes: task vectors from another base mean nothing."""
-    for item in inputs:
-        if item.statement is None or item.statement.base.hash == public.hash:
-            continue
-        theirs = item.statement.base
-        raise MergeError(
-            f"{item.path} was trained from base {theirs.name} ({theirs.hash}), but the base of this merge is "
-            f"{public.folder} ({public.hash}); models of different bases can't be merged"
-        )
-
-
 def _check_adapters_base(adapter: Adapter, public: PublicBase) -> None:
     """An adapter only names its base; where that is a folder here, its content is compared."""
     named = adapter.config.get("base_model_name_or_path")
@@ -417,30 +383,3 @@ def _check_adapters_base(adapter: Adapter, public: PublicBase) -> None:
             f"{adapter.label} adapts {folder} ({theirs}), but the base of this merge is {public.folder} "
             f"({public.hash}); models of different bases can't be merged"
         )
-
-
-def _check_vocabulary(inputs: Sequence[Input], base: Path) -> None:
-    expected = _vocabulary(base)
-    for item in inputs:
-        theirs = _vocabulary(item.path)
-        if expected is None or theirs is None or theirs == expected:
-            continue
-        odd = sorted(set(expected.items()) ^ set(theirs.items()))[0][0]
-        raise MergeError(
-            f"the tokenizer of {item.path} ({len(theirs)} tokens) isn't that of base {base} "
-            f"({len(expected)} tokens): {odd!r} differs, so their embeddings can't be merged"
-        )
-
-
-def _vocabulary(folder: Path) -> dict[str, int] | None:
-    """Token → id, where the tokenizer is in a form that tells; None otherwise."""
-    file = folder / "tokenizer.json"
-    if not file.exists():
-        return None
-    try:
-        vocabulary = json.loads(file.read_text(encoding="utf-8"))["model"]["vocab"]
-    except (ValueError, KeyError, TypeError):
-        raise MergeError(f"{file} can't be read as a tokenizer") from None
-    if isinstance(vocabulary, list):
-        return {str(token[0]): number for number, token in enumerate(vocabulary)}
-    return dict(vocabulary)

@@ -13,7 +13,6 @@ import unicodedata
 from collections.abc import Collection, Sequence
 
 from confide.errors import PrivacyError
-from confide.privacy.statement import Statement
 from confide.privacy.streams import Adjacency
 
 Pairs = frozenset[frozenset[str]]
@@ -40,16 +39,15 @@ def check_dataset_name(dataset: str) -> None:
         raise PrivacyError(f"{dataset!r} can't name a data set; use printable characters")
 
 
-def apart(inputs: Sequence[Statement], *, disjoint: bool) -> Pairs:
+def apart(names: Sequence[frozenset[str]], within: Sequence[Pairs], *, disjoint: bool) -> Pairs:
     """Pairs of data sets (canonical names) of a merge that were said to share no unit.
 
     Args:
-        inputs: the statements of what is merged.
+        names: of the data sets of each input.
+        within: pairs of each input that were said to share no unit there.
         disjoint: whether this merge says so of its inputs. A data set that is in both of two inputs is not
             apart from anything by that.
     """
-    names = [_names(part) for part in inputs]
-    within = [apart(part.merged, disjoint=part.disjoint is not None) for part in inputs]
     pairs = {pair for said in within for pair in said}
     if disjoint:
         for one, other in itertools.combinations(names, 2):
@@ -93,7 +91,3 @@ def groups(datasets: Collection[str], pairs: Pairs, adjacency: Adjacency) -> tup
     if adjacency == "replace-one" and 1 < len(found) <= _MOST_GROUPS:
         found = list({one | other for one, other in itertools.combinations(found, 2)})
     return tuple(sorted(found, key=sorted)) if len(found) <= _MOST_GROUPS else (everything,)
-
-
-def _names(statement: Statement) -> frozenset[str]:
-    return frozenset(canonical(spending.dataset) for spending in statement.spendings)

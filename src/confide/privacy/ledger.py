@@ -32,7 +32,7 @@ from sqlalchemy.pool import NullPool
 
 from confide import files
 from confide.errors import PrivacyError
-from confide.privacy import chain
+from confide.privacy import chain, unsettled
 from confide.privacy.account import Account, accounts
 from confide.privacy.chain import SCHEMA as SCHEMA
 from confide.privacy.chain import Entry
@@ -69,24 +69,30 @@ class Ledger:
         self._engine = engine
 
     @classmethod
-    def open(cls, url: str | None = None) -> Ledger:
+    def open(cls, url: str | None = None, *, start: bool = True) -> Ledger:
         """Open a ledger, and start one where none is.
+
+        Runs that were given up while it couldn't be reached (`unsettled`) are settled now.
 
         Args:
             url: a database (`sqlite:///FILE`, `postgresql+psycopg://…`) or the path of a SQLite file; None
                 for $CONFIDE_LEDGER, or else `confide/ledger.sqlite` in the user's data folder.
+            start: whether a file that isn't there is made.
 
         Raises:
             PrivacyError: it can't be reached or written, is of a newer schema, truncated or altered.
         """
-        text = url or os.environ.get(VARIABLE) or str(_data_folder() / "confide" / "ledger.sqlite")
+        text = url or os.environ.get(VARIABLE) or str(unsettled.data_folder() / "ledger.sqlite")
         place = _place(text)
         name = place.render_as_string(hide_password=True)
         with _explained(name):
             if place.get_backend_name() == "sqlite" and not (place.database or "").startswith("file:"):
+                if not start and not Path(place.database or "").exists():
+                    raise PrivacyError(f"the ledger {name} isn't there")
                 _start_file(place, name)
             ledger = cls(_engine(place), name)
             ledger._check_schema()
+        ledger._settle_noted()
         return ledger
 
     def reserve(self, spending: Spending) -> Entry:
@@ -189,6 +195,20 @@ class Ledger:
                 connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_LOCK})")
             yield connection
 
+    def _settle_noted(self) -> None:
+        """Settle the runs of this ledger that were given up without it; what fails is tried another time."""
+        notes = list(unsettled.noted())
+        if not notes:
+            return
+        with suppress(PrivacyError, OSError):
+            entries = {entry.hash: entry for entry in self.entries()}
+            charges = {charge.entry: charge for one in self.accounts().values() for charge in one.charges}
+            for note in notes:
+                if note.entry in charges:
+                    if charges[note.entry].state == "reserved":
+                        self.settle(entries[note.entry], note.steps_run)
+                    note.file.unlink(missing_ok=True)
+
     def _check_schema(self) -> None:
         with self._engine.connect() as connection:
             present = sqlalchemy.inspect(connection).has_table(_schema.name)
@@ -225,10 +245,6 @@ def _create(connection: Connection) -> None:
 def _checked_name(dataset: str) -> str:
     check_dataset_name(dataset)
     return canonical(dataset)
-
-
-def _data_folder() -> Path:
-    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
 
 
 def _place(text: str) -> sqlalchemy.URL:

@@ -23,11 +23,13 @@ from confide.privacy.events import (
     RepeatAndSelect,
     TruncatedPoissonGaussian,
     effective,
+    queries,
     walk,
 )
 from confide.privacy.streams import Adjacency
 
 _Array = npt.NDArray[np.float64]
+_ROUNDING = 2.0**-50  # of the logarithm of one query's moment
 _LONGEST_QUADRATURE = 2e4  # in σ; sixteen points each
 
 # Fractional orders matter: a small rate and little noise make the Rényi divergence jump between 3 and 4.
@@ -59,8 +61,10 @@ def epsilon(event: Mechanism | Composed, delta: float, adjacency: Adjacency) -> 
     finite = np.isfinite(divergence)
     if not finite.any():
         return math.inf
-    # Rounding can leave a divergence a hair below 0; dp-accounting would take it for ε = 0.
-    return float(compute_epsilon(np.asarray(ORDERS)[finite], np.maximum(divergence[finite], 0.0), delta)[0])
+    orders = np.asarray(ORDERS)[finite]
+    # Rounding can leave a divergence at 0 or a hair below; dp-accounting would take it for ε = 0.
+    rounded = np.maximum(divergence[finite], 0.0) + _ROUNDING * queries(event) / (orders - 1)
+    return float(compute_epsilon(orders, rounded, delta)[0])
 
 
 def divergences(

@@ -115,13 +115,15 @@ def public_text(key: Ed25519PrivateKey) -> str:
 
 
 def fingerprint(public: str) -> str:
-    """A short form of a public key, to compare by voice: 64 bits of its SHA-256.
+    """What two people compare by another way: SHA-256 of a public key, in eight groups.
+
+    All 256 bits: whoever sees less of it can be shown another key with the same fingerprint.
 
     Raises:
         PrivacyError: not a public key.
     """
     digest = hashlib.sha256(_public(public).public_bytes_raw()).hexdigest()
-    return "-".join(digest[start : start + 4] for start in range(0, 16, 4))
+    return "-".join(digest[start : start + 8] for start in range(0, len(digest), 8))
 
 
 def sign(statement: Statement, key: Ed25519PrivateKey) -> Statement:

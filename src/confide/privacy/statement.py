@@ -26,6 +26,8 @@ from confide.privacy.streams import Adjacency, Schedule
 FILE_NAME = "statement.json"
 SCHEMA = "confide.statement/1"
 
+_LARGEST = 64 << 20  # bytes of a file; a statement has some thousand, and one for each thing merged
+
 Said = dict[str, Any]
 """A statement as JSON, as its author wrote it."""
 
@@ -234,6 +236,8 @@ def load(folder: Path) -> Said:
     """
     file = Path(folder) / FILE_NAME
     try:
+        if file.stat().st_size > _LARGEST:
+            raise PrivacyError(f"{file} is not a valid statement: it is larger than {_LARGEST >> 20} MiB")
         said = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_object)
         canonical(said).encode()  # infinite numbers and half characters have no canonical form
     except FileNotFoundError:

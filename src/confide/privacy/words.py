@@ -71,16 +71,25 @@ def assumptions(
             "apart correctly."
         )
     if labels_from == "file":
-        sentences.append(f"The names of the labels of {dataset} were read from its file and count as public.")
+        sentences.append(labels_read(dataset))
     if label_range is not None:
-        low, high = label_range
-        sentences.append(
-            f"The labels of {dataset} are numbers from {low:g} to {high:g}; this range was declared without "
-            "looking at the records, and counts as public."
-        )
+        sentences.append(labels_between(dataset, *label_range))
     if delta is not None and (warning := delta_warning(delta, units)):
         sentences.append(f"{dataset}: {warning}.")
     return tuple(sentences)
+
+
+def labels_read(dataset: str) -> str:
+    """What is assumed where nobody declared the labels."""
+    return f"The names of the labels of {dataset} were read from its file and count as public."
+
+
+def labels_between(dataset: str, low: float, high: float) -> str:
+    """What is assumed of labels that are numbers."""
+    return (
+        f"The labels of {dataset} are numbers from {low:g} to {high:g}; this range was declared without "
+        "looking at the records, and counts as public."
+    )
 
 
 def test_units(dataset: str, published: Sequence[Published]) -> tuple[str, ...]:

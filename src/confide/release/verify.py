@@ -12,7 +12,9 @@ from confide.privacy import statement as statements
 from confide.privacy.account import Account, accounts
 from confide.privacy.calibration import delta_warning
 from confide.privacy.chain import Entry
+from confide.privacy.chain import canonical as canonical_json
 from confide.privacy.composition import canonical, check, recompute
+from confide.privacy.lineage import DEEPEST, trace
 from confide.privacy.signature import fingerprint, signer
 from confide.privacy.statement import Said, Statement
 from confide.privacy.words import round_up
@@ -75,7 +77,7 @@ def examine(
         *_card(folder, statement),
         _tried("claim", lambda: _claim(statement)),
         _tried("signature", lambda: _signature(said, trusted, file)),
-        *_inputs(statement, trusted, "input "),
+        *_inputs(statement, trusted, "input ", {}),
         *(_charged(run, ledger, alone=statement.kind == "training") for run in _runs(statement)),
     ]
     return statement, tuple(checks)
@@ -146,11 +148,23 @@ def _signature(said: Said, trusted: Mapping[str, str] | None, where: str, what: 
     return Check(what, "ok", f"valid, by {trusted[key]} ({fingerprint(key)})")
 
 
-def _inputs(statement: Statement, trusted: Mapping[str, str] | None, prefix: str) -> list[Check]:
-    """A line for the statement of every input, at any depth; their arithmetic is part of the claim."""
-    checks = []
+def _inputs(
+    statement: Statement, trusted: Mapping[str, str] | None, prefix: str, seen: dict[str, str]
+) -> list[Check]:
+    """A line for the statement of every input, at any depth; their arithmetic is part of the claim.
+
+    Args:
+        seen: where each content stood first. It is looked into once, whatever the number of ways to it.
+    """
+    checks: list[Check] = []
+    if prefix.count(".") > DEEPEST:
+        return checks  # named already
     for number, said in enumerate(statement.inputs, start=1):
-        what = f"{prefix}{number}"
+        what, content = f"{prefix}{number}", canonical_json(said)
+        first = seen.setdefault(content, what)
+        if first != what:
+            checks.append(Check(what, "ok", f"the same statement as {first}"))
+            continue
 
         def look(said: Said = said, what: str = what) -> Check:
             part = statements.parse(said, what)
@@ -160,16 +174,14 @@ def _inputs(statement: Statement, trusted: Mapping[str, str] | None, prefix: str
 
         checks.append(_tried(what, look))
         if checks[-1].result != "failed":
-            checks += _inputs(statements.parse(said, what), trusted, f"{what}.")
+            checks += _inputs(statements.parse(said, what), trusted, f"{what}.", seen)
     return checks
 
 
 def _runs(statement: Statement) -> list[Statement]:
     """The training statements in a statement, each once."""
-    if statement.kind == "training":
-        return [statement]
     try:
-        found = [run for part in statement.merged for run in _runs(part)]
+        found = [part.statement for part in trace(statement).every() if part.statement.kind == "training"]
     except PrivacyError:
         return []  # named already
     return list({run.spendings[0].run: run for run in found if run.spendings}.values())

@@ -309,10 +309,12 @@ def check_agreement(folder: Path, statement: Statement) -> None:
     """Whether the agreement in the folder is the one that the statement is about.
 
     Raises:
-        ReleaseError: it is another one.
+        ReleaseError: it is another one, or a run's isn't there.
         ConfigError: the file is no agreement.
     """
     file = folder / agreement.FILE_NAME
+    if statement.kind == "training" and statement.agreement and not file.exists():
+        raise ReleaseError(f"{folder}: the statement is about an agreement, but {file.name} is missing")
     if file.exists() and agreement.read(file).hash != statement.agreement:
         raise ReleaseError(f"{file}: the statement is about another agreement, or none")
 

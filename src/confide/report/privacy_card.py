@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from confide.privacy import meaning, words
 from confide.privacy.chain import canonical
 from confide.privacy.composition import per_dataset, worst_case
+from confide.privacy.lineage import trace
 from confide.privacy.signature import fingerprint
 from confide.privacy.statement import Claim, Spending, Statement, common_adjacency
 from confide.privacy.streams import Stream
@@ -251,9 +252,12 @@ def _ledger(statement: Statement) -> Section:
 
 
 def _entries(statement: Statement) -> list[tuple[str, ...]]:
-    rows = [row for part in statement.merged for row in _entries(part)]
-    if statement.ledger and statement.spendings:
-        rows.append((statement.spendings[0].run, statement.ledger.entry, statement.ledger.head))
+    parts = [part.statement for part in trace(statement).every()]
+    rows = [
+        (part.spendings[0].run, part.ledger.entry, part.ledger.head)
+        for part in parts
+        if part.ledger and part.spendings
+    ]
     return list(dict.fromkeys(rows))
 
 
