@@ -511,6 +511,8 @@ def test_raptor(
     assert 3.99 < found["epsilon"] <= 4
     assert listing(tmp_path / "run" / "private") >= {"owners.json", "steps.jsonl"}
     assert confide("verify", tmp_path / "run" / "release").code == 0
+    statement = (tmp_path / "run" / "release" / "statement.json").read_text()
+    assert "is public, as whoever named it declares" in statement
     bare = ("--method", "raptor", "--base", sparse_base)
     assert "--public" in train(reviews, *bare, out="other").message()
     bad = train(reviews, *bare, "--expert-clipping-bound", -1, out="other").message()

@@ -459,6 +459,17 @@ def test_negative_or_infinite_claims_are_no_statements() -> None:
             _altered(_statement(), "claim", "epsilon", to=value)
 
 
+def test_public_text_that_was_routed_is_an_assumption() -> None:
+    plain, routed = _statement(), _statement(routed_text=True)
+    (sentence,) = set(routed.assumptions) - set(plain.assumptions)
+    assert "is public, as whoever named it declares" in sentence
+    check(routed)
+    altered = sentence.replace("none of it", "some of it")
+    lines = tuple(altered if line == sentence else line for line in routed.assumptions)
+    with pytest.raises(PrivacyError, match="doesn't follow from its fields"):
+        check(routed.model_copy(update={"assumptions": lines}))
+
+
 def test_assumptions_name_what_was_read_and_a_weak_delta() -> None:
     lines = " ".join(_statement(labels_from="file", delta=1e-3, unit="user").assumptions)
     assert "read from its file" in lines

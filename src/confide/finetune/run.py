@@ -257,6 +257,7 @@ def finetune(
         steps_run=history.steps_run,
         labels_from=task.labels_from,
         label_range=task.problem.label_range,
+        routed_text=settings.method == "raptor" and settings.experts.public is not None,
         simulated=keys.simulated,
         published=published,
         ledger=entry,

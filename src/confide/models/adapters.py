@@ -107,15 +107,15 @@ def adapt(
     lowest = count - (trainable.blocks or count)
     tops = {stack: own - min(trainable.blocks or own, own) for stack, own in stacks.items()}
     lora: dict[str, nn.Module] = {}
+    sparse = [] if experts is None else sparse_layers(model)
+    apart = tuple(f"{layer.name}.{part}." for layer in sparse for part in ("experts", "router", "gate"))
     if trainable.kind == "lora":
-        lora = _inject(model, trainable, tops, seed)
+        lora = _inject(model, trainable, tops, seed, apart)
         factors = ("lora_A", "lora_B") if trainable.train_a else ("lora_B",)
         wanted = {f"{name}.{factor}.default.weight" for name in lora for factor in factors}
         encoder = tuple(name for name, _ in model.named_parameters() if name in wanted)
         lora = {f"{name}.weight": layer for name, layer in lora.items()}
     else:
-        sparse = [] if experts is None else sparse_layers(model)
-        apart = tuple(f"{layer.name}.{part}." for layer in sparse for part in ("experts", "router", "gate"))
         encoder = tuple(
             name
             for name, _ in model.named_parameters()
@@ -186,7 +186,7 @@ def _is_trained(name: str, kind: str, tops: Mapping[str, int]) -> bool:
 
 
 def _inject(
-    model: nn.Module, trainable: Trainable, tops: Mapping[str, int], seed: int
+    model: nn.Module, trainable: Trainable, tops: Mapping[str, int], seed: int, apart: tuple[str, ...]
 ) -> dict[str, nn.Module]:
     from peft import LoraConfig, inject_adapter_in_model
     from transformers.pytorch_utils import Conv1D
@@ -195,7 +195,10 @@ def _inject(
     names = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and name.endswith(endings) and _is_on_top(name, tops)
+        if isinstance(module, nn.Linear | Conv1D)
+        and name.endswith(endings)
+        and _is_on_top(name, tops)
+        and not f"{name}.".startswith(apart)
     ]
     if not names:
         linear = {n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)}

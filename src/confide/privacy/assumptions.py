@@ -2,9 +2,9 @@
 
 A statement carries its assumptions as sentences, so that whoever has only the file can read them. They are
 no free text: whoever checks a statement derives them again, and one that is missing or that says something
-else is refused. Three depend on what isn't in the statement (labels that were read from a file, bounds of
-labels that are numbers, public text that a merge looked at). Each claims less, so each may stand there, in
-its own words only.
+else is refused. Four depend on what isn't in the statement (labels that were read from a file, bounds of
+labels that are numbers, public text that was routed or that a merge looked at). Each claims less, so each
+may stand there, in its own words only.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ def of_training(
     published: Sequence[Published],
     labels_from: Literal["declared", "file"] = "declared",
     label_range: tuple[float, float] | None = None,
+    routed_text: bool = False,
 ) -> tuple[str, ...]:
     """What the claim of one training run assumes."""
     sentences = words.assumptions(
@@ -36,6 +37,7 @@ def of_training(
         delta=spending.delta,
         labels_from=labels_from,
         label_range=label_range,
+        routed_text=routed_text,
     )
     return sentences + words.test_units(spending.dataset, published)
 
@@ -91,7 +93,7 @@ def _may_stand(sentence: str, statement: Statement) -> bool:
         named = middle.isprintable() and 0 < len(middle) <= _LONGEST and ". " not in middle
         return named and sentence == f"{before}{middle}{after}"
     dataset = statement.spendings[0].dataset
-    if sentence == words.labels_read(dataset):
+    if sentence in (words.labels_read(dataset), words.text_routed(dataset)):
         return True
     found = re.search(r"are numbers from (\S+) to (\S+); this range", sentence)
     try:

@@ -97,6 +97,7 @@ def training_statement(
     steps_run: Mapping[str, int],
     labels_from: Literal["declared", "file"] = "declared",
     label_range: tuple[float, float] | None = None,
+    routed_text: bool = False,
     simulated: bool = False,
     weights: Mapping[str, str] | None = None,
     published: Sequence[Published] = (),
@@ -110,6 +111,7 @@ def training_statement(
         base: the public model that was fine-tuned.
         labels_from: whether the labels were declared or read from the data.
         label_range: declared bounds of labels that are numbers.
+        routed_text: whether text that was declared public went through a mixture's routers.
         weights: SHA-256 by path; writing the release fills them in.
         published: noisy numbers that the schedule's queries paid for.
         ledger: where the run was charged.
@@ -128,6 +130,9 @@ def training_statement(
         simulated=simulated,
     )
     claim, no_claim = claim_of((spending,))
+    assumed: tuple[str, ...] = ()
+    if claim:
+        assumed = assumptions.of_training(spending, published, labels_from, label_range, routed_text)
     return Statement(
         kind="training",
         confide=version("confide"),
@@ -136,7 +141,7 @@ def training_statement(
         base=base,
         weights=dict(weights or {}),
         spendings=(spending,),
-        assumptions=assumptions.of_training(spending, published, labels_from, label_range) if claim else (),
+        assumptions=assumed,
         published=tuple(published),
         ledger=ledger,
         agreement=agreement,

@@ -45,6 +45,7 @@ def assumptions(
     delta: float | None,
     labels_from: Literal["declared", "file"],
     label_range: tuple[float, float] | None = None,
+    routed_text: bool = False,
 ) -> tuple[str, ...]:
     """Sentences under which the claim of one training run holds."""
     sentences = [
@@ -63,7 +64,8 @@ def assumptions(
         "Scores on test records are not noised; they are no part of the release, and the claim doesn't cover "
         "them.",
         "The bound is for exact arithmetic on the noisy sums; noise is drawn and added in float64, and the "
-        "rounding of floating point is not part of it.",
+        "rounding of floating point is not part of it. Nor is what it does, in a mixture of experts, to a "
+        "token that is all but tied between two of them.",
     ]
     if unit != "record":
         sentences.append(
@@ -74,6 +76,8 @@ def assumptions(
         sentences.append(labels_read(dataset))
     if label_range is not None:
         sentences.append(labels_between(dataset, *label_range))
+    if routed_text:
+        sentences.append(text_routed(dataset))
     if delta is not None and (warning := delta_warning(delta, units)):
         sentences.append(f"{dataset}: {warning}.")
     return tuple(sentences)
@@ -82,6 +86,14 @@ def assumptions(
 def labels_read(dataset: str) -> str:
     """What is assumed where nobody declared the labels."""
     return f"The names of the labels of {dataset} were read from its file and count as public."
+
+
+def text_routed(dataset: str) -> str:
+    """What is assumed where a layer was chosen by how a mixture of experts routes public text."""
+    return (
+        "The text by whose routing the layers of a mixture of experts were compared is public, as whoever "
+        f"named it declares, and none of it is a record of {dataset}."
+    )
 
 
 def labels_between(dataset: str, low: float, high: float) -> str:

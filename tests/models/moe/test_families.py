@@ -83,6 +83,19 @@ def test_without_lora_they_are_trained_with_the_rest_of_their_block(tmp_path: Pa
     assert all(f"{layer.name}.experts." in name for name in adapted.expert_parameters)
 
 
+def test_routers_and_unattached_experts_get_no_lora(tmp_path: Path) -> None:
+    """Their names may be asked for, as in Switch; the stream of all records must not train them."""
+    base = save_base("Switch", ["a fine play"], tmp_path / "base")
+    classifier = load_classifier(base, ("a", "b"), seed=0)
+    layers = sparse_layers(classifier.model)
+    asked = Trainable(blocks=0, rank=2, targets=("wi", "wo", "classifier", "SelfAttention.q"))
+    adapted = adapt(classifier, asked, 0, (layers[-1],))
+    assert any(name.endswith(".2.layer.1.mlp.wi.weight") for name in adapted.lora)
+    assert any(name.endswith("SelfAttention.q.weight") for name in adapted.lora)
+    apart = tuple(f"{layer.name}." for layer in layers)
+    assert not [name for name in adapted.lora if name.startswith(apart)]
+
+
 def test_the_guide_names_every_family_with_finite_bounds() -> None:
     rows = printed()
     assert rows.keys() == {(family, kind) for family in FAMILIES for kind in KINDS}
