@@ -70,7 +70,7 @@ def test_diagnostics_are_of_experts(confide: Confide, tiny_base: Path, reviews: 
 
 
 def test_the_guide_lists_every_option() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "moe.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "moe-diagnostics.md").read_text(encoding="utf-8")
     table = page.split("| argument of `diagnose` |", 1)[1].split("\n\n", 1)[0]
     listed = [re.findall(r"`([^`]+)`", line)[0] for line in table.splitlines()[2:]]
     assert listed == ["RUN", "--json"]

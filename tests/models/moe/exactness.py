@@ -225,7 +225,7 @@ def error(found: list[dict[str, Tensor]], truth: list[dict[str, Tensor]]) -> flo
 
 
 def table() -> str:
-    """The table of docs/moe.md: upper bounds, a decade above what is measured here."""
+    """The table of docs/moe-measured.md: upper bounds, a decade above what is measured here."""
     lines = [
         "| family | trained | output | owner, right | owner, left | everyone | shared | alone, right "
         "| alone, left |",
