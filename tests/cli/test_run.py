@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
+from confide.finetune import loop
+from confide.privacy.ledger import Ledger
+
 from .conftest import Answer, WriteCsv, listing
 
 Confide = Callable[..., Answer]
@@ -220,3 +223,35 @@ def test_a_study_makes_its_mixture_and_says_what_it_did(
     for report in (out / "report").iterdir():
         assert "M_role" not in report.read_text()
         assert "clipped" not in report.read_text()
+
+
+def test_a_study_is_given_up(
+    confide: Confide, study: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its broken-off run is settled and loses its keys; what is finished stays, the rest can begin anew."""
+    plain, calls, out = loop.add_noise, [], tmp_path / "out"
+
+    def noise(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 4:  # the second of two steps on the second task
+            raise KeyboardInterrupt
+        return plain(*arguments)
+
+    file = study(methods={"dp-adamw": {}})
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "add_noise", noise)
+        assert confide("run", file, "--out", out).code == 130
+    assert list((out / "private").rglob("run.json"))
+    assert "--yes gives it up" in confide("purge", out, "--json").message()
+    found = confide("purge", out, "--yes", "--json").json()
+    assert found["destroyed"] == ["keys and checkpoints"]
+    assert found["settled"]
+    assert found["remains"] == ["models", "private"]
+    assert not list((out / "private").rglob("run.json"))
+    assert "nothing; a finished run" in confide("purge", out, "--yes").out
+    assert confide("run", file, "--out", out, "--resume").code == 0
+    accounts = Ledger.open().accounts()
+    assert {name: [c.state for c in one.charges] for name, one in accounts.items()} == {
+        "films": ["settled"],
+        "plays": ["settled", "settled"],
+    }

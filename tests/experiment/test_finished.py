@@ -128,6 +128,35 @@ def test_what_is_no_unfinished_study(plan: Plan, stopped: Path, tmp_path: Path) 
         run(plan, stopped, silent, Ledger.open(), resume=True)
 
 
+def test_a_mixture_is_made_again_bit_for_bit(
+    study: Path, sentences: Sentences, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is public is made anew when a study goes on, and must be the base that its runs began with."""
+    corpus = tmp_path / "public.txt"
+    corpus.write_text("\n".join(text for text, _ in sentences(60, 9)), encoding="utf-8")
+    values = yaml.safe_load(study.read_text(encoding="utf-8"))
+    values["upcycle"] = {"corpus": str(corpus), "experts": 4, "blocks": [0, 2]}
+    values["settings"]["trainable"] = {"rank": 2}
+    values["methods"] = {"roles": {"method": "raptor", "experts": {"layer": "last", "rank": 2}}}
+    study.write_text(yaml.safe_dump(values), encoding="utf-8")
+    plan, plain, calls = read(study), module.finetune, []
+
+    def finetune(*arguments: Any, **named: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return plain(*arguments, **named)
+
+    monkeypatch.setattr(module, "finetune", finetune)
+    with pytest.raises(KeyboardInterrupt):
+        run(plan, tmp_path / "out", silent, Ledger.open())
+    found = run(plan, tmp_path / "out", silent, Ledger.open(), resume=True)
+    assert found.mixture is not None
+    assert [line.task for line in found.mixture.runs] == [line.task for line in found.private]
+    assert {line.task for line in found.private} == {"films", "plays"}
+    assert len(calls) == 3
+
+
 @pytest.mark.slow
 def test_a_killed_study_goes_on(study: Path, tmp_path: Path) -> None:
     """kill -9 while the second task trains: the first release stays, and each run is charged once."""

@@ -26,13 +26,15 @@ class _UnknownRunError(ConfideError):
 _KEYS = "keys and checkpoints"
 _REMAINS = {
     "release": "may be shared",
+    "models": "may be shared",
+    "merged": "may be shared",
     "report": "scores without noise: for whoever may see the data",
     "private": "losses without noise: never share",
 }
 
 
 def purge(
-    run: Annotated[Path, typer.Argument(help="Folder of a run, finished or not.")],
+    run: Annotated[Path, typer.Argument(help="Folder of a run or a study, finished or not.")],
     all_: Annotated[bool, typer.Option("--all", help="Its losses too: everything in private/.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Give up an unfinished run without asking.")] = False,
     ledger: Annotated[
@@ -43,6 +45,8 @@ def purge(
     """Destroy a run's keys, caches and checkpoints; what it was charged stays charged."""
     from confide import files
     from confide.errors import ResumeError
+    from confide.experiment.finished import desk, unfinished_runs
+    from confide.finetune.checkpoint import Unfinished
     from confide.finetune.folder import RunFolder
 
     folder = RunFolder.of(run)
@@ -55,11 +59,19 @@ def purge(
         with closing(folder.open()) as unfinished:
             if not yes:
                 _ask(folder.side, json=json)
-            settled, waits = _settled_or_noted(unfinished, ledger)
-            unfinished.destroy()
+            settled, waits = _give_up(unfinished, ledger)
             folder.remove()
         destroyed.append(_KEYS)
-    elif not (folder.out / "release").exists():
+    elif broken_off := unfinished_runs(folder.out):
+        with desk(folder.out):  # nobody else is at work on the study
+            if not yes:
+                _ask(folder.out, json=json)
+            for place in broken_off:
+                with closing(Unfinished.open(place)) as unfinished:
+                    noted, waits = _give_up(unfinished, ledger)
+                    settled = settled or noted
+        destroyed.append(_KEYS)
+    elif not any((folder.out / name).exists() for name in ("release", "models")):
         raise ResumeError(f"there is no run in {folder.out}")
     if folder.out.parent.is_dir():
         files.sweep(folder.out.parent)
@@ -101,6 +113,13 @@ def _ask(side: Path, *, json: bool) -> None:
         f"{side} is unfinished and can't go on afterwards; what it was charged stays charged. Give it up?",
         abort=True,
     )
+
+
+def _give_up(unfinished: Unfinished, url: str | None) -> tuple[bool, str | None]:
+    """Settle a run, or note why that has to wait (`_settled_or_noted`), and destroy its keys."""
+    answer = _settled_or_noted(unfinished, url)
+    unfinished.destroy()
+    return answer
 
 
 def _settled_or_noted(unfinished: Unfinished, url: str | None) -> tuple[bool, str | None]:

@@ -114,6 +114,12 @@ def is_unfinished(out: Path) -> bool:
     return (out / "private" / "study.json").exists() and not (out / "report").exists()
 
 
+def unfinished_runs(out: Path) -> list[Path]:
+    """Where the keys and checkpoints are of all runs of a study that were broken off."""
+    found = (out / "private" / "unfinished").glob("*/seed-*/*")
+    return sorted(folder for folder in found if folder.is_dir())
+
+
 @contextmanager
 def desk(out: Path) -> Iterator[Desk]:
     """The desk of a study, new or as it was left; nothing remains of one that stops before its first run.
