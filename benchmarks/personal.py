@@ -86,8 +86,8 @@ def unseen(run: Path, method: str, budget: float, records: int, folder: Path) ->
     from confide.merging.personal.apply import fuse
     from confide.merging.personal.pack import pack
     from confide.merging.personal.similarity import cosines
-    from confide.models.backbones import resolve
     from confide.models.embeddings import embed
+    from confide.models.resolve import resolve
     from confide.privacy.statement import load, parse
 
     models = {path.name: path for path in sorted((run / f"models/{method}/seed-0").iterdir())}

@@ -31,8 +31,9 @@ from confide.merging.merge import MergeReport
 from confide.merging.merge import merge as _merge
 from confide.merging.operators import find
 from confide.merging.statistics import split
-from confide.models.backbones import Classifier, resolve
+from confide.models.backbones import Classifier
 from confide.models.releases import load_release
+from confide.models.resolve import resolve
 from confide.models.tail import Source
 from confide.privacy.signature import load_key as load_key
 from confide.privacy.statement import OwnersChecked

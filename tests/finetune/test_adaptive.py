@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from confide.finetune.loop import History, State, train
+from confide.finetune.history import History, State
+from confide.finetune.loop import train
 from confide.gradients.keys import Keys
 from confide.gradients.noise import add_noise
 from confide.gradients.sampling import poisson_draw

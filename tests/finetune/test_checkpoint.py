@@ -21,7 +21,8 @@ from confide.errors import PrivacyError, ReleaseError, ResumeError
 from confide.finetune import fingerprint, loop, run
 from confide.finetune.base import PublicBase
 from confide.finetune.checkpoint import Begun, Unfinished
-from confide.finetune.loop import History, State, StepRecord, train
+from confide.finetune.history import History, State, StepRecord
+from confide.finetune.loop import train
 from confide.finetune.run import finetune, prepare
 from confide.finetune.settings import Settings
 from confide.finetune.tuned import FineTuned

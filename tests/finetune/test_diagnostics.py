@@ -19,7 +19,7 @@ from confide.finetune import diagnostics, run
 from confide.finetune.base import PublicBase
 from confide.finetune.checkpoint import Unfinished
 from confide.finetune.diagnostics import NOTE, document
-from confide.finetune.loop import State
+from confide.finetune.history import State
 from confide.finetune.run import finetune, prepare
 from confide.finetune.settings import Settings
 from confide.finetune.tuned import FineTuned

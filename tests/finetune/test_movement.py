@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from confide.errors import ModelError
 from confide.finetune import loop
 from confide.finetune.binding import Binding
-from confide.finetune.loop import State, train
+from confide.finetune.history import State
+from confide.finetune.loop import train
 from confide.finetune.optimizers import optimizer_of
 from confide.gradients.keys import Keys
 from confide.privacy.streams import Clipping, ParameterGroup, Schedule, Stream

@@ -18,7 +18,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassificat
 from confide.errors import ConfigError, ModelError
 from confide.finetune import run
 from confide.finetune.base import PublicBase
-from confide.finetune.loop import History, train
+from confide.finetune.history import History
+from confide.finetune.loop import train
 from confide.finetune.precision import Shape, check_every_place, halved, refuse_experts, width_and_room
 from confide.finetune.prepare import forward_of
 from confide.finetune.run import finetune, prepare

@@ -21,7 +21,8 @@ from confide.finetune import methods
 from confide.finetune.binding import Anchor, Binding
 from confide.finetune.checkpoint import Begun, Unfinished
 from confide.finetune.experts import attach_experts, bind_experts
-from confide.finetune.loop import State, train
+from confide.finetune.history import State
+from confide.finetune.loop import train
 from confide.finetune.prepare import micro_batches
 from confide.finetune.settings import Settings
 from confide.gradients import noise

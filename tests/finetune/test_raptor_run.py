@@ -18,7 +18,7 @@ from confide.finetune import experts, run
 from confide.finetune import prepare as prepare_module
 from confide.finetune.base import PublicBase
 from confide.finetune.checkpoint import Unfinished
-from confide.finetune.loop import State
+from confide.finetune.history import State
 from confide.finetune.run import finetune, prepare
 from confide.finetune.settings import Settings
 from confide.finetune.tuned import FineTuned

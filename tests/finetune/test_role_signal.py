@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from confide.finetune.loop import StepRecord
+from confide.finetune.history import StepRecord
 from confide.finetune.role_signal import role_mismatch, role_norms, role_signals, role_sizes
 from confide.privacy.streams import Clipping, ParameterGroup, Schedule, Stream
 

@@ -10,10 +10,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from confide.models.backbones import Classifier, load_classifier, resolve
+from confide.models.backbones import Classifier, load_classifier
 from confide.models.moe.attach import attach
 from confide.models.moe.harden import harden
 from confide.models.moe.layers import sparse_layers
+from confide.models.resolve import resolve
 from confide.models.tail import Features, Tail, features, supports
 from confide.release.format import Problem
 from confide.tasks.text import Encoded, encode

@@ -139,7 +139,7 @@ def _plan(
     from confide.merging import recipe as recipes
     from confide.merging.plan import plan_models, plan_recipe
     from confide.merging.statistics import split
-    from confide.models.backbones import resolve
+    from confide.models.resolve import resolve
 
     files, text = split(statistics)
     if recipes.is_recipe(models):

@@ -51,9 +51,10 @@ def routing(
     from confide.errors import ConfigError
     from confide.finetune.prepare import counter
     from confide.finetune.public_routing import public_routing
-    from confide.models.backbones import load_encoder, resolve
+    from confide.models.backbones import load_encoder
     from confide.models.moe.layers import sparse_layers
     from confide.models.moe.selection import select
+    from confide.models.resolve import resolve
     from confide.report.mixtures import routing_text, routing_words
     from confide.report.routing import check_format, draw_routing
 

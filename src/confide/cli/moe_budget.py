@@ -144,7 +144,8 @@ def _public(
 
     from confide.finetune.prepare import counter
     from confide.finetune.sensitivity import stream_sensitivities
-    from confide.models.backbones import load_classifier, resolve
+    from confide.models.backbones import load_classifier
+    from confide.models.resolve import resolve
     from confide.privacy.splits import best_share, paper_share
     from confide.tasks.records import Records
 

@@ -183,8 +183,8 @@ def _description_similarities(description: str, files: list[Path], base: str) ->
     from confide.errors import ConfigError, MergeError
     from confide.merging.personal.file import read
     from confide.merging.personal.similarity import cosines
-    from confide.models.backbones import resolve
     from confide.models.embeddings import embed
+    from confide.models.resolve import resolve
     from confide.release.hashes import base_hash
 
     folder = resolve(base)

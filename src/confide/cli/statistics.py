@@ -33,7 +33,7 @@ def statistics(
     """
     from confide.errors import MergeError
     from confide.finetune.statistics import write_public_statistics
-    from confide.models.backbones import resolve
+    from confide.models.resolve import resolve
     from confide.tasks.corpus import read_corpus, sample
 
     if out.exists():

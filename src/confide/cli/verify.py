@@ -91,7 +91,7 @@ def _rederived(
     from confide.errors import ConfideError, ConfigError
     from confide.merging.statistics import split
     from confide.merging.verify import rederive
-    from confide.models.backbones import resolve
+    from confide.models.resolve import resolve
     from confide.release.verify import Check
 
     if base is None or not inputs:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from confide.errors import ModelError
-from confide.models.backbones import resolve
 from confide.models.moe.families import refuse
+from confide.models.resolve import resolve
 from confide.privacy import statement as statements
 from confide.privacy.statement import Base
 from confide.release.hashes import base_hash

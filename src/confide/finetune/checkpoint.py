@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from confide import files
 from confide.errors import ReleaseError, ResumeError
 from confide.finetune.fingerprint import difference
-from confide.finetune.loop import History, State, StepRecord
+from confide.finetune.history import History, State, StepRecord
 from confide.gradients.keys import Key, Keys
 from confide.release.hashes import file_hash
 

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from confide.errors import ConfigError
 from confide.finetune.binding import Binding
 from confide.finetune.experts import UNCLIPPED, BoundExperts, engine_of, routing_key, routing_texts
-from confide.finetune.loop import History, row_losses
+from confide.finetune.history import History
+from confide.finetune.loop import row_losses
 from confide.finetune.memory import peak_bytes
 from confide.finetune.owner_estimator import (
     DriftError,

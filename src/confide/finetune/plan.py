@@ -29,7 +29,8 @@ from confide.finetune.prepare import (
 from confide.finetune.settings import Settings
 from confide.gradients.keys import Keys
 from confide.models.adapters import Adapted, adapt
-from confide.models.backbones import load_classifier, resolve
+from confide.models.backbones import load_classifier
+from confide.models.resolve import resolve
 from confide.models.tail import features
 from confide.privacy.solve import Known
 from confide.privacy.streams import Schedule

