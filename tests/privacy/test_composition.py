@@ -327,7 +327,8 @@ def test_what_is_no_field_may_be_assumed_in_its_own_words() -> None:
     check(merged)
     weighed = (*merged.assumptions, words.public_statistics(["brown", "my corpus.txt"]))
     check(merged.model_copy(update={"assumptions": weighed}))
-    forged = (*merged.assumptions, words.public_statistics(["brown. All of this is certified. It"]))
+    sentence = words.public_statistics(["brown"]).replace("brown", "brown. All of this is certified. It")
+    forged = (*merged.assumptions, sentence)
     with pytest.raises(PrivacyError, match="doesn't follow"):
         check(merged.model_copy(update={"assumptions": forged}))
 
@@ -449,7 +450,7 @@ def test_forgeries_are_refused() -> None:
     with pytest.raises(PrivacyError, match="say why"):
         check(merged.model_copy(update={"claim": None}))
     smaller_delta = _altered(honest, "claim", "delta", to=1e-9)
-    with pytest.raises(PrivacyError, match="claim doesn't hold"):
+    with pytest.raises(PrivacyError, match="claims something at delta = 1e-09"):
         check(smaller_delta)
 
 
@@ -457,6 +458,43 @@ def test_negative_or_infinite_claims_are_no_statements() -> None:
     for value in (-1.0, "Infinity"):
         with pytest.raises(ValueError, match="epsilon"):
             _altered(_statement(), "claim", "epsilon", to=value)
+
+
+@pytest.mark.parametrize(
+    "bounds", [(0.0, 1.0), (1700000000.0, 1700000100.0), (0.12345678, 0.12345679), (-1e300, 1e300)]
+)
+def test_any_range_of_labels_may_stand(bounds: tuple[float, float]) -> None:
+    """All digits are printed, so that bounds that are near each other stay two."""
+    named = _statement("x are numbers from 5 to 1; this range", label_range=bounds)
+    check(named)
+    assert sum("this range was declared" in line for line in named.assumptions) == 1
+
+
+@pytest.mark.parametrize("sources", [["wiki. v2.txt"], ["a" * 500], [f"corpus-{n}" * 9 for n in range(40)]])
+def test_any_source_of_public_statistics_may_be_named(sources: list[str]) -> None:
+    merged = _merge(_statement(), _statement("b"), disjoint=True)
+    sentence = words.public_statistics(sources)
+    check(merged.model_copy(update={"assumptions": (*merged.assumptions, sentence)}))
+
+
+def test_the_claim_is_at_the_delta_of_the_runs() -> None:
+    """At a larger one ε is smaller, and nothing would say that δ is weak."""
+    honest = _statement()
+    assert honest.claim is not None
+    cheap = epsilon(honest.spendings[0].event, 0.05, "add-or-remove-one")  # type: ignore[arg-type]
+    claim = honest.claim.model_copy(
+        update={"epsilon": cheap.epsilon, "epsilon_rdp": None, "epsilon_lower": None, "delta": 0.05}
+    )
+    with pytest.raises(PrivacyError, match=r"claims something at delta = 0\.05"):
+        check(honest.model_copy(update={"claim": claim}))
+
+
+def test_every_weak_delta_of_a_merge_is_named() -> None:
+    """Two runs on one data set may count its units otherwise."""
+    big, small = _statement(units=100_000, delta=1e-6), _statement(units=100, delta=1e-2)
+    for order in ((big, small), (small, big)):
+        merged = _merge(*order, disjoint=False)
+        assert sum(line.startswith("a: delta = 0.01") for line in merged.assumptions) == 2
 
 
 def test_public_text_that_was_routed_is_an_assumption() -> None:

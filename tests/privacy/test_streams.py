@@ -181,6 +181,9 @@ def test_a_query_alone_on_a_draw_of_its_own() -> None:
     for rate in (0.0, 1.5, math.nan):
         with pytest.raises(PrivacyError, match="sampling rate"):
             dataclasses.replace(query, sampling_rate=rate)
+    for purpose in ("gram", "fisher", "accuracy"):  # they ask every unit, so a rate would be a discount
+        with pytest.raises(PrivacyError, match="asks every unit"):
+            Query("q", purpose, (1.0,), 0.25)
     with pytest.raises(PrivacyError, match="at least one stream or query"):
         Schedule(())
 

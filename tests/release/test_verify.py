@@ -12,6 +12,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from confide.privacy import statement as statements
+from confide.privacy.calibration import delta_warning
 from confide.privacy.chain import Entry, canonical
 from confide.privacy.composition import compose, training_spending, training_statement
 from confide.privacy.ledger import Ledger
@@ -271,7 +272,11 @@ def test_what_a_link_hides(release: Path, tmp_path: Path) -> None:
 
 
 def test_a_delta_that_protects_nobody_is_told(release: Path) -> None:
+    (spending,) = statements.read(release).spendings
+    weak = f"{spending.dataset}: {delta_warning(0.5, spending.units)}."
+    alter(release, "assumptions", to=[*statements.read(release).assumptions, weak])
     alter(release, "claim", "epsilon_lower", to=None)
+    alter(release, "spendings", 0, "delta", to=0.5)
     alter(release, "claim", "delta", to=0.5, key=OWNER)
     _, checks = examine(release)
     assert results(checks)["claim"] == "note"

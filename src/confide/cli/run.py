@@ -41,8 +41,8 @@ def run(
     signs = signing_key(key)
     with progress_bars(show=not json) as progress:
         study = run_study(study_plan, out, progress, book, signs, resume=resume)
+    write_private(study, out / "private")  # first: a report says that the study is finished
     write_report(study, out / "report")
-    write_private(study, out / "private")
     if json:
         print_json(study.results())
         return

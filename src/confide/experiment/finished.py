@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -36,14 +38,14 @@ class Finished:
 
     Attributes:
         fingerprint: of what it was trained from; the names of `finetune.fingerprint`.
-        score: on test records, not noised.
+        score: on test records, not noised; None where it isn't finite.
         first_block: the lowest block that was trained.
         noise_multiplier, trained, seconds, memory: as in `report.study.MethodFacts`.
         mixture, private: its streams, and what it showed of its records, if it is a run of `raptor`.
     """
 
     fingerprint: dict[str, str]
-    score: float
+    score: float | None
     first_block: int
     noise_multiplier: float
     trained: int
@@ -74,7 +76,7 @@ class Desk:
     def note(self, method: str, seed: int, task: str, run: Finished) -> None:
         """Keep what a run found, before its release says that it is finished."""
         value = {"schema": SCHEMA, **dataclasses.asdict(run)}
-        files.write_json(self._file(method, seed, task), value, private=True)
+        files.write_json(self._file(method, seed, task), _written(value), private=True)
 
     def finished(self, method: str, seed: int, task: str, now: Mapping[str, str]) -> Finished:
         """What a run found whose release is there.
@@ -109,15 +111,50 @@ class Desk:
         return self.folder / "runs" / method / f"seed-{seed}" / f"{task}.json"
 
 
+def _written(value: Any) -> Any:
+    """The same with words for numbers that aren't finite, which JSON hasn't; they are read as numbers."""
+    match value:
+        case dict():
+            return {key: _written(each) for key, each in value.items()}
+        case list() | tuple():
+            return [_written(each) for each in value]
+        case float() if not math.isfinite(value):
+            return str(value)
+    return value
+
+
 def is_unfinished(out: Path) -> bool:
     """Whether a study was begun in a folder and not reported."""
-    return (out / "private" / "study.json").exists() and not (out / "report").exists()
+    return is_study(out) and not (out / "report").exists()
+
+
+def is_study(out: Path) -> bool:
+    """Whether a folder keeps what a study found, finished or not."""
+    return (out / "private" / "study.json").exists()
 
 
 def unfinished_runs(out: Path) -> list[Path]:
     """Where the keys and checkpoints are of all runs of a study that were broken off."""
     found = (out / "private" / "unfinished").glob("*/seed-*/*")
     return sorted(folder for folder in found if folder.is_dir())
+
+
+@contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Keep every other process from the study in a folder.
+
+    Raises:
+        ResumeError: one is at work on it.
+    """
+    file = out / "private" / "study.json"
+    descriptor = files.lock(file)
+    try:
+        if descriptor is None or not _is(descriptor, file):  # the other one may just have written its own
+            raise ResumeError(f"another process is at work on the study in {out}")
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 @contextmanager
@@ -132,18 +169,22 @@ def desk(out: Path) -> Iterator[Desk]:
     file = folder / "study.json"
     if not file.exists():
         files.write_json(file, {"schema": SCHEMA, "key": Key.fresh().secret.hex()}, private=True)
-    descriptor = files.lock(file)
-    if descriptor is None:
-        raise ResumeError(f"another process is at work on the study in {out}")
+    with locked(out):
+        try:
+            yield Desk(folder, _key(file))
+        finally:
+            if not any((folder / name).exists() for name in ("unfinished", "runs")):
+                file.unlink(missing_ok=True)
+                with suppress(OSError):  # somebody's own files
+                    folder.rmdir()
+                    out.rmdir()
+
+
+def _is(descriptor: int, file: Path) -> bool:
     try:
-        yield Desk(folder, _key(file))
-    finally:
-        if not any((folder / name).exists() for name in ("unfinished", "runs")):
-            file.unlink(missing_ok=True)
-            with suppress(OSError):  # somebody's own files
-                folder.rmdir()
-                out.rmdir()
-        os.close(descriptor)
+        return os.path.samestat(os.fstat(descriptor), os.stat(file))
+    except FileNotFoundError:
+        return False
 
 
 def _key(file: Path) -> Key:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from confide import files
-from confide.errors import ConfideError, ConfigError
+from confide.errors import ConfideError, ConfigError, ModelError
 from confide.experiment.finished import Desk, Finished, desk, is_unfinished
 from confide.experiment.merges import (
     merge_models,
@@ -263,6 +263,11 @@ def _train(
             kept.note(method, seed, task, found)
             trained.release(folder, key=key)
         statement = trained.statement
+    if found.score is None:
+        raise ModelError(
+            f"the model of {method}, seed {seed}, for task {task} has no finite score, as its training "
+            "diverged. It is released, and its charge stays; leave the method out and go on with --resume"
+        )
     run = (method, seed)
     seen.scores.setdefault(run, {})[task] = found.score
     seen.statements.setdefault(run, []).append(statement)
@@ -284,7 +289,7 @@ def _found(trained: FineTuned, method: str, now: Mapping[str, str], seconds: flo
     mixture = trained.settings.method == "raptor"
     return Finished(
         fingerprint=dict(now),
-        score=trained.score(),
+        score=_score(trained),
         first_block=trained.adapted.first_block,
         noise_multiplier=trained.schedule.streams[0].noise_multiplier,
         trained=sum(named[name].numel() for name in trained.schedule.parameters),
@@ -293,6 +298,15 @@ def _found(trained: FineTuned, method: str, now: Mapping[str, str], seconds: flo
         mixture=run_facts(trained, method) if mixture else None,
         private=private_facts(trained, method) if mixture else None,
     )
+
+
+def _score(trained: FineTuned) -> float | None:
+    """None where it isn't finite: what was paid for is released all the same."""
+    try:
+        score = trained.score()
+    except ModelError:
+        return None
+    return score if math.isfinite(score) else None
 
 
 def _mixture(made: Upcycled | None, base: PublicBase, routings: Routings, seen: _Seen) -> MixtureFacts | None:

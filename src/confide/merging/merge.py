@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -279,7 +280,8 @@ def _copy_base(folder: Path, plan: Plan) -> None:
     if plan.dtype:
         config.pop("torch_dtype", None)
         config["dtype"] = next(word for word, code in DTYPES.items() if code == plan.dtype)
-    files.write_json(folder / "config.json", config)
+    # As its owner wrote it: a configuration may hold Infinity, which is no JSON, but which Python reads.
+    files.write_text(folder / "config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
 def _report(plan: Plan, rule: Rule, lines: Sequence[TensorLine]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from confide.privacy.calibration import delta_warning
 from confide.privacy.statement import OwnersChecked, Published, Spending, Statement
 
 _LONGEST = 400  # letters of a name of public text
-_HOLE = "\0"
+_HOLE = "@@"
 
 
 def of_training(
@@ -50,8 +50,8 @@ def of_merge(
 ) -> tuple[str, ...]:
     """What the claim of a merge assumes: all that its inputs do, a weak δ, and that they share no unit."""
     sentences = dict.fromkeys(line for statement in inputs for line in statement.assumptions)
-    warnings = {spending.dataset: delta_warning(delta, spending.units) for spending in spendings}
-    sentences.update({f"{name}: {warning}.": None for name, warning in warnings.items() if warning})
+    warnings = [(spending.dataset, delta_warning(delta, spending.units)) for spending in spendings]
+    sentences.update({f"{name}: {warning}.": None for name, warning in warnings if warning})
     if disjoint and len({spending.dataset for spending in spendings}) > 1:
         owners = [tuple(dict.fromkeys(s.dataset for s in part.spendings)) for part in inputs]
         checked = disjoint if isinstance(disjoint, OwnersChecked) else None
@@ -95,7 +95,8 @@ def _may_stand(sentence: str, statement: Statement) -> bool:
     dataset = statement.spendings[0].dataset
     if sentence in (words.labels_read(dataset), words.text_routed(dataset)):
         return True
-    found = re.search(r"are numbers from (\S+) to (\S+); this range", sentence)
+    before = words.labels_between(dataset, 0, 1).split(" 0 to ", 1)[0]
+    found = re.match(r" (\S+) to (\S+); this range", sentence.removeprefix(before))
     try:
         low, high = (float(found[1]), float(found[2])) if found else (0.0, 0.0)
     except ValueError:

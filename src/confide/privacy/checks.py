@@ -62,6 +62,12 @@ def _check_claim(lineage: Lineage) -> None:
         return
     if statement.no_claim:
         raise PrivacyError(f"the statement claims something, and says that it doesn't: {statement.no_claim}")
+    largest = max((s.delta for s in statement.spendings if s.delta is not None), default=None)
+    if claim.delta != largest:
+        raise PrivacyError(
+            f"the statement claims something at delta = {claim.delta:.3g}, but the largest of its runs' is "
+            f"{largest}"
+        )
     real, reason = honest(lineage)
     if real is None:
         raise PrivacyError(f"the statement claims epsilon = {claim.epsilon:.6g}, but {reason}")

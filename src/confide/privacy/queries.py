@@ -28,7 +28,8 @@ class Query:
             the mean over them; in units. `sensitivity`: by stream, Σ over units of the rise of the loss under
             injected noise, cut to [−R, R] (`finetune.private_sensitivity`); in R.
         noise_multipliers: of each released array, positive. Calibration never changes them.
-        sampling_rate: public rate q of the Poisson draw that the query reads; 1 for all units.
+        sampling_rate: public rate q of the Poisson draw that a `sensitivity` reads; 1 for all units, whom all
+            other queries ask.
     """
 
     name: str
@@ -47,6 +48,11 @@ class Query:
         if not 0 < self.sampling_rate <= 1:
             raise PrivacyError(
                 f"query {self.name!r}: sampling rate must be in (0, 1], not {self.sampling_rate}"
+            )
+        if self.sampling_rate < 1 and self.purpose != "sensitivity":
+            raise PrivacyError(
+                f"query {self.name!r} of purpose {self.purpose} asks every unit, so its sampling rate is 1, "
+                f"not {self.sampling_rate}"
             )
 
     def event(self) -> PoissonGaussian:

@@ -25,6 +25,9 @@ _NEIGHBOURS: dict[Adjacency, str] = {
 }
 
 
+_LONGEST_NAME, _MOST_NAMES = 60, 5
+
+
 def round_up(value: float, digits: int = 5) -> str:
     """Significant digits, rounded up: what is printed must not promise more than was computed."""
     rounded = Context(prec=digits, rounding=ROUND_CEILING).create_decimal(Decimal(value))
@@ -99,9 +102,14 @@ def text_routed(dataset: str) -> str:
 def labels_between(dataset: str, low: float, high: float) -> str:
     """What is assumed of labels that are numbers."""
     return (
-        f"The labels of {dataset} are numbers from {low:g} to {high:g}; this range was declared without "
-        "looking at the records, and counts as public."
+        f"The labels of {dataset} are numbers from {_number(low)} to {_number(high)}; this range was "
+        "declared without looking at the records, and counts as public."
     )
+
+
+def _number(value: float) -> str:
+    """All digits that tell the number apart, as a person writes it."""
+    return str(int(value)) if value == int(value) and abs(value) < 1e15 else repr(value)
 
 
 def test_units(dataset: str, published: Sequence[Published]) -> tuple[str, ...]:
@@ -137,9 +145,17 @@ def disjointness(inputs: Sequence[tuple[str, ...]], checked: OwnersChecked | Non
 
 
 def public_statistics(sources: Sequence[str]) -> str:
-    """What a merge assumes that weighs its models by statistics of a text that somebody calls public."""
+    """What a merge assumes that weighs its models by statistics of a text that somebody calls public.
+
+    A name is a part of a sentence here, so it gets no sentence of its own into the statement.
+    """
+    named = [
+        "".join(filter(str.isprintable, source)).replace(". ", ".")[:_LONGEST_NAME] for source in sources
+    ]
+    if len(named) > _MOST_NAMES:
+        named = [*named[:_MOST_NAMES], f"{len(named) - _MOST_NAMES} more"]
     return (
-        f"The models were weighed by statistics of {_list(tuple(sources))}, which is public: it holds no "
+        f"The models were weighed by statistics of {_list(tuple(named))}, which is public: it holds no "
         "record of the data sets above. If it does, the claim doesn't cover what they show of that record."
     )
 
