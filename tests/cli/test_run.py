@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -255,3 +257,32 @@ def test_a_study_is_given_up(
         "films": ["settled"],
         "plays": ["settled", "settled"],
     }
+
+
+def test_all_of_a_study_is_given_up(
+    confide: Confide, study: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that can't be opened doesn't keep the keys of another, nor does a ledger that is away."""
+    plain, calls, out = loop.add_noise, [], tmp_path / "out"
+
+    def noise(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return plain(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "add_noise", noise)
+        assert confide("run", study(methods={"dp-adamw": {}}), "--out", out).code == 130
+    strange = out / "private" / "unfinished" / "a-method" / "seed-0" / "films"
+    strange.mkdir(parents=True)
+    (strange / "mine.txt").touch()
+    Path(os.environ["CONFIDE_LEDGER"]).rename(tmp_path / "moved.sqlite")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "taken"))
+    (tmp_path / "taken").touch()  # no note can be written there
+    assert "holds mine.txt" in confide("purge", out, "--yes").message()
+    assert not list((out / "private").rglob("run.json"))
+    shutil.rmtree(strange)
+    found = confide("purge", out, "--all", "--json").json()
+    assert found["destroyed"] == ["private/"]
+    assert not (out / "private").exists()
