@@ -46,7 +46,7 @@ def test_tables_and_a_document(
         "mismatch",
     ):
         found[part] = None
-    assert len(tables(found)) == 1
+    assert len(tables(found)) == 2
     assert len(remarks(found)) == 2
 
 

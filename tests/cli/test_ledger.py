@@ -59,6 +59,27 @@ def test_a_cap_stops_training(confide: Confide, train: Train, reviews: Path, tmp
     assert train(reviews, "--epsilon", 4, out="second").code == 0
 
 
+def test_a_dry_run_asks_the_ledger(confide: Confide, train: Train, reviews: Path) -> None:
+    """Whether a run would be admitted is said before it is paid for; asking starts no ledger."""
+    assert train(reviews, "--dry-run", "--json").json()["ledger"] is None
+    assert confide("ledger", "cap", "reviews-2026", "--epsilon", 5, "--delta", "1e-6").code == 0
+    plan = train(reviews, "--dry-run", "--json").json()["ledger"]
+    assert (plan["before"], plan["cap"], plan["fits"]) == (0.0, 5, True)
+    assert plan["after"] > 4
+    said = train(reviews, "--dry-run", "--epsilon", 50).out
+    assert "with this run (cap 5)" in said
+    assert "this run would be refused" in said
+    assert "by the filter" not in train(reviews, "--dry-run", "--ledger", "none").out
+
+
+def test_looking_starts_no_ledger(confide: Confide, tmp_path: Path) -> None:
+    """A slip in a name would be a new, empty ledger in which every hash is right."""
+    missing = tmp_path / "mistyped.sqlite"
+    for command in (("verify",), ("show",), ("export", tmp_path / "all.json")):
+        assert "isn't there" in confide("ledger", *command, "--ledger", missing).message()
+    assert not missing.exists()
+
+
 def test_a_ledger_by_name_and_none(confide: Confide, train: Train, reviews: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.sqlite"
     assert train(reviews, "--ledger", other).code == 0

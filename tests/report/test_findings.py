@@ -142,5 +142,5 @@ def test_one_seed_says_so() -> None:
     said = findings([row("pretrained", "individual", 0.7, 0.7)])
     assert said == (
         "All numbers come from one seed, and another one, with its own noise, can move them by points: run "
-        "several `seeds` before ranking what is close.",
+        "several seeds before ranking what is close.",
     )

@@ -64,33 +64,29 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
     made: list[Table] = [
         (
             "Roles over training",
-            (
-                "role",
-                "stream",
-                "parameters",
-                "steps",
-                "clipped",
-                "mean SNR",
-                "variation",
-                "share by quarter",
-                "s",
-            ),
+            ("role", "parameters", "steps", "longer than C", "mean SNR", "variation", "s"),
             [
                 [
-                    role["role"],
-                    role["stream"],
+                    role["role"] if role["role"] == role["stream"] else f"{role['role']} ({role['stream']})",
                     f"{role['parameters']:,}",
                     str(role["steps"]),
                     f"{100 * role['clipped']:.0f} %",
                     _number(role["mean_snr"]),
                     _number(role["snr_variation"]),
-                    " ".join(f"{share:.2f}" for share in role["share"] or ()) or "–",
                     f"{role['seconds']:.2f}",
                 ]
                 for role in found["roles"]
             ],
         )
     ]
+    shares = [
+        [role["role"], *(f"{share:.2f}" for share in role["share"])]
+        for role in found["roles"]
+        if role["share"]
+    ]
+    if shares:
+        quarters = ("first", "second", "third", "last")[: len(shares[0]) - 1]
+        made.append(("Share of the squared norms, by quarter of training", ("role", *quarters), shares))
     if found["estimator"]:
         made.append(_estimator(found["estimator"], found["simulated"], found["records"]))
     if found["transfer"]:

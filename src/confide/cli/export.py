@@ -24,6 +24,7 @@ def export(
     from confide.release.export import export as write
     from confide.release.export import export_adapter
     from confide.release.format import read
+    from confide.release.names import CLASSES, model_type
 
     if peft and task is not None:
         raise ConfigError("--task has no effect here: a release of one task has one adapter")
@@ -38,8 +39,8 @@ def export(
             f"{statement.base.name} with as many labels."
         )
     else:
-        loader = read(out).only_head().problem.loader
+        loader, module = read(out).only_head().problem.loader, CLASSES.get(model_type(out))
         print(
-            f"Written to {out}; {loader}.from_pretrained({str(out)!r}) loads it, "
-            f"and `confide predict {out}` too."
+            f"Written to {out}; {loader}.from_pretrained({str(out)!r}) loads it"
+            f"{f', after `import {module}`,' if module else ','} and `confide predict {out}` too."
         )

@@ -34,7 +34,7 @@ def show(
     from confide.errors import PrivacyError
     from confide.privacy.composition import canonical
 
-    book = _open(ledger)
+    book = _read(ledger)
     found = book.accounts()
     one = found.get(canonical(dataset)) if dataset is not None else None
     if dataset is not None and one is None:
@@ -95,7 +95,7 @@ def plan(
 
     if queries < 1 or steps < 1:
         raise PrivacyError(f"--steps and --queries must be at least 1, not {steps} and {queries}")
-    book = _open(ledger)
+    book = _read(ledger)
     account = book.account(dataset)
     if account.delta is None:
         raise PrivacyError(
@@ -143,7 +143,7 @@ def export(
 
     if file.exists():
         raise ConfigError(f"{file} exists already; choose another name or remove it first")
-    entries = _open(ledger).verify()
+    entries = _read(ledger).verify()
     head = chain.head(entries)
     listed = [
         {"position": e.position, "dataset": e.dataset, "content": e.value, "hash": e.hash} for e in entries
@@ -166,7 +166,7 @@ def verify(
     """Check every hash; with --head, that no entries were cut off since it was noted."""
     from confide.privacy import chain
 
-    book = _open(ledger)
+    book = _read(ledger)
     entries = book.verify(head)
     if json:
         print_json({"ledger": book.name, "entries": len(entries), "head": chain.head(entries)})
@@ -191,6 +191,13 @@ def _open(url: str | None) -> Ledger:
     from confide.privacy.ledger import Ledger
 
     return Ledger.open(url)
+
+
+def _read(url: str | None) -> Ledger:
+    """A ledger that is only looked at: a name with a slip in it must not become a new, empty one."""
+    from confide.privacy.ledger import Ledger
+
+    return Ledger.open(url, start=url is None)
 
 
 def _facts(account: Account) -> dict[str, Any]:

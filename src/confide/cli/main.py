@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import warnings
+from pathlib import Path
+from typing import TextIO
 
 import typer
 
+import confide
 from confide.cli import (
     agree,
     evaluate,
@@ -28,6 +32,7 @@ from confide.cli import (
 from confide.cli.output import shown
 from confide.errors import ConfideError
 
+_plain_warning = warnings.showwarning
 _INTERRUPTED = (130, 128 + signal.SIGTERM)
 
 app = typer.Typer(
@@ -63,10 +68,26 @@ def options(
         os.environ["CONFIDE_DEBUG"] = "1"
 
 
+def _warn(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """confide's own warnings, without a place in its code that says nothing to a user."""
+    if Path(filename).is_relative_to(Path(confide.__file__).parent):
+        print(f"confide: warning: {shown(str(message))}", file=sys.stderr)
+    else:
+        _plain_warning(message, category, filename, lineno, file, line)
+
+
 def main() -> None:
     """Run the command line; an error is one message on stderr and exit code 2, Ctrl-C is 130, SIGTERM 143."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(_INTERRUPTED[1]))
+    warnings.showwarning = _warn
     try:
         app()
     except ConfideError as error:

@@ -162,13 +162,19 @@ def _public(
         )
     shared = found.shared.value * weights[0]
     own = found.own.value * found.experts**2 * weights[1]
-    result = {
+    result: dict[str, Any] = {
         "layer": found.layer,
         "experts": found.experts,
         "shared": {"sensitivity": found.shared.value, "error": found.shared.error, "harm": shared},
         "own": {"sensitivity": found.own.value, "error": found.own.error, "harm": own},
         "shared_share": best_share(shared, own),
         "paper_share": paper_share(shared, own),
+        "warnings": [
+            f"λ of {what} is {kind.value:.3g} ± {kind.error:.2g} over the draws: it may be nothing but "
+            "chance. More --draws and more --texts make it clearer."
+            for what, kind in (("the shared stream", found.shared), ("the experts", found.own))
+            if kind.value <= 3 * kind.error
+        ],
     }
     if json:
         print_json(result)
@@ -178,6 +184,8 @@ def _public(
         for name, kind, harm in (("shared", found.shared, shared), ("experts", found.own, own))
     ]
     print_table(_title(found.layer), ("stream", "λ", "per σ²"), cells)
+    for sentence in result["warnings"]:
+        print(f"Warning: {sentence}")
     _print_shares(result)
 
 
@@ -276,7 +284,7 @@ def _print_shares(result: Mapping[str, Any]) -> None:
     if result["shared_share"] is None:
         print("No share follows: noise on a stream that costs nothing, or less, can't be weighed.")
         return
-    print(f"--shared-share {result['shared_share']:.3f}")
+    print(f"--layer {result['layer']} --shared-share {result['shared_share']:.3f}")
     print(f"RAPTOR's own rule, a share of ε for `split: paper-ratio`: {result['paper_share']:.3f}")
 
 

@@ -235,7 +235,7 @@ def _print_applied(applied: Applied, files: list[Path], out: Path, json: bool) -
         print_table("Weights", ("personal file", "weight"), [(f, f"{w:.4f}") for f, w in weights.items()])
     print(_claim(applied.statement))
     print(signed(applied.statement))
-    print(f"Written to {out}, for {applied.head.task}; `confide privacy show {out}` recomputes the claim.")
+    print(f"Written to {out}, for {applied.head.task}; `confide verify {out}` recomputes the claim.")
 
 
 def _claim(statement: Statement) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from confide.cli.output import print_json, print_table
@@ -10,14 +12,59 @@ from confide.cli.output import print_json, print_table
 if TYPE_CHECKING:
     from confide.finetune.plan import Cost
     from confide.privacy.plan import Plan
+    from confide.privacy.statement import Spending
 
 _TITLE = "What would be spent (nothing has been)"
 
 
-def print_plan(plan: Plan, cost: Cost | None, *, json: bool) -> None:
+@dataclass(frozen=True)
+class ForeseenCharge:
+    """What a ledger would say of a run.
+
+    Attributes:
+        ledger: its name.
+        before, after: ε by the filter, without this run and with it.
+        cap: ε that all runs together may spend; None for no cap.
+        fits: whether the run would be admitted.
+    """
+
+    ledger: str
+    dataset: str
+    before: float
+    after: float | None
+    cap: float | None
+    fits: bool
+
+
+def foreseen_charge(url: str | None, spending: Spending) -> ForeseenCharge | None:
+    """Ask a ledger about a run without charging it; None where no ledger is yet.
+
+    Raises:
+        PrivacyError: the data set's runs protect another unit.
+    """
+    from confide.errors import PrivacyError
+    from confide.privacy.ledger import Ledger
+
+    try:
+        book = Ledger.open(url, start=False)
+    except PrivacyError:
+        return None
+    account = book.account(spending.dataset)
+    after = account.filtered(spending)
+    return ForeseenCharge(
+        ledger=book.name,
+        dataset=spending.dataset,
+        before=account.filtered() or 0.0,
+        after=after if after is not None and math.isfinite(after) else None,
+        cap=account.cap.epsilon if account.cap else None,
+        fits=account.fits(spending),
+    )
+
+
+def print_plan(plan: Plan, cost: Cost | None, charge: ForeseenCharge | None = None, *, json: bool) -> None:
     """The plan as one table per stream, or one JSON document."""
     if json:
-        print_json(_as_json(plan, cost))
+        print_json(_as_json(plan, cost, charge))
         return
     rows = [("units", f"{plan.units} ({plan.unit})")]
     if plan.claim:
@@ -56,6 +103,14 @@ def print_plan(plan: Plan, cost: Cost | None, *, json: bool) -> None:
         print(f"Beware: {sentence}")
     if plan.claim and not plan.advice:
         print("The setting looks sensible.")
+    if charge:
+        after = "infinite" if charge.after is None else _up(charge.after)
+        cap = "no cap" if charge.cap is None else f"cap {charge.cap:g}"
+        print(
+            f"ε of {charge.dataset} by the filter: {_up(charge.before)} now, {after} with this run ({cap})."
+        )
+        if not charge.fits:
+            print("Beware: this run would be refused; `confide ledger plan` says which noise fits.")
 
 
 def _claim(plan: Plan) -> list[tuple[str, str]]:
@@ -83,7 +138,7 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def _as_json(plan: Plan, cost: Cost | None) -> dict[str, Any]:
+def _as_json(plan: Plan, cost: Cost | None, charge: ForeseenCharge | None) -> dict[str, Any]:
     return {
         "units": plan.units,
         "unit": plan.unit,
@@ -94,5 +149,6 @@ def _as_json(plan: Plan, cost: Cost | None) -> dict[str, Any]:
         ],
         "queries": plan.queries,
         "cost": dataclasses.asdict(cost) if cost else None,
+        "ledger": dataclasses.asdict(charge) if charge else None,
         "advice": list(plan.advice),
     }

@@ -47,4 +47,7 @@ def run(
         print_json(study.results())
         return
     print_study(study)
+    if book:
+        charged = ", ".join(task.name for task in study_plan.tasks if task.data is not None)
+        print(f"Private runs are charged to {charged} in the ledger {book.name}.")
     print(f"Report: {out / 'report' / 'report.html'}")

@@ -28,7 +28,7 @@ from confide.choices import (
 )
 from confide.cli.keys import Key, signed, signing_key
 from confide.cli.output import print_json, spelled
-from confide.cli.plan import print_plan
+from confide.cli.plan import foreseen_charge, print_plan
 from confide.cli.progress import progress_bars
 from confide.cli.train_options import read_options, stored
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from confide.finetune.folder import RunFolder
     from confide.finetune.settings import Settings
     from confide.finetune.tuned import FineTuned
+    from confide.models.adapters import Adapted
     from confide.privacy.ledger import Ledger
     from confide.privacy.statement import Statement
     from confide.release.format import Metric
@@ -231,6 +232,7 @@ def train(
         from confide.finetune.plan import measure, trained_parameters
         from confide.finetune.run import plan, public_units
         from confide.models.backbones import load_classifier
+        from confide.privacy.composition import new_run, training_spending
         from confide.privacy.plan import plan as foresee
 
         agreed(settings, records, model.identity, model.folder)
@@ -240,7 +242,15 @@ def train(
         foreseen = foresee(schedule, count, planned, trained_parameters(adapted, schedule))
         rows = records.train.units.rows_per_unit
         cost = measure(adapted, schedule, count, settings.max_length, rows, settings.memory)
-        print_plan(foreseen, cost, json=json)
+        told = None
+        if schedule.private and options["ledger"] != "none":
+            told = foreseen_charge(
+                options["ledger"],
+                training_spending(
+                    schedule, delta=planned, dataset=dataset, units=count, run=new_run(), steps_run={}
+                ),
+            )
+        print_plan(foreseen, cost, told, json=json)
         return
     from confide.finetune.folder import RunFolder
 
@@ -346,6 +356,8 @@ def _train(
         print_json(summary)
     else:
         _show(result, statement, summary, scores)
+        if ledger:
+            print(f"Charged to {statement.spendings[0].dataset} in the ledger {ledger.name}.")
 
 
 def _summary(
@@ -358,6 +370,7 @@ def _summary(
         "release": str(out / "release"),
         "dataset": statement.spendings[0].dataset,
         "method": result.settings.method,
+        **({"expert_blocks": blocks} if (blocks := _expert_blocks(result.adapted)) else {}),
         "epsilon": statement.claim.epsilon if statement.claim else None,
         "delta": statement.claim.delta if statement.claim else None,
         "no_claim": statement.no_claim,
@@ -368,6 +381,10 @@ def _summary(
         "score_is_private": False,
         "published": [number.model_dump() for number in statement.published],
     }
+
+
+def _expert_blocks(adapted: Adapted) -> list[int]:
+    return [layer.number for layer in adapted.experts]
 
 
 def _show(
@@ -384,6 +401,8 @@ def _show(
     if claim and (warning := delta_warning(claim.delta, result.statement.spendings[0].units)):
         print(f"Warning: {warning}.")
     print(signed(statement))
+    if blocks := _expert_blocks(result.adapted):
+        print(f"Experts of block{'s' if len(blocks) > 1 else ''} {', '.join(map(str, blocks))} were trained.")
     task = result.prepared.task
     said = ", ".join(in_words(metric, score) for metric, score in scores.items())
     print(

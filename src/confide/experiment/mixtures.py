@@ -121,7 +121,9 @@ def private_facts(trained: FineTuned, method: str) -> PrivateRun:
         seed=trained.settings.seed,
         task=trained.prepared.task.name,
         clipped={
-            stream.name: fmean(step.clipped for step in steps if step.stream == stream.name)
+            stream.name: 1.0  # each gradient is brought to length C
+            if stream.clipping.rule == "normalised"
+            else fmean(step.clipped for step in steps if step.stream == stream.name)
             for stream in trained.schedule.streams
             if stream.clipping.rule != "none"
         },

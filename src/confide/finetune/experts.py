@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -86,6 +87,8 @@ def _layer(
     if not texts:
         return select(layers, own.layer)
     found = public_routing(classifier.model, classifier.tokenizer, texts, settings.max_length, own.vote)
+    for warning in found.warnings:
+        warnings.warn(f"the layer was chosen by entropy: {warning}", stacklevel=2)
     return select(layers, own.layer, found)
 
 

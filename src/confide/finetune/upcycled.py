@@ -55,7 +55,7 @@ class Upcycled:
         )
         return (
             f"{self.parameters:,} parameters ({self.dense_parameters:,} before), {self.experts} experts in "
-            f"blocks {blocks}, routed by {self.texts} public texts",
+            f"block{'s' if len(self.blocks) > 1 else ''} {blocks}, routed by {self.texts} public texts",
             f"Before training its outputs {same} (compared on {self.compared} of the texts)",
         )
 

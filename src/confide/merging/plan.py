@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +25,8 @@ from confide.release import agreement as agreements
 from confide.release.format import STATISTICS, ReleaseInfo
 from confide.release.hashes import tensors_hash
 from confide.release.tensors import FLOATS, STORAGE
+
+_BLOCK = re.compile(r"\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,12 @@ class Plan:
         return {key: values[0] if len(values) == 1 else values for key, values in listed.items()}
 
     def disagreements(self) -> tuple[str, ...]:
-        """What the agreements that the models were trained under differ in; nothing where there are none."""
+        """What the agreements that the models were trained under differ in; without agreements, whether the
+        statements tell that experts of other layers were trained.
+        """
         hashes = {item.tasks: item.statement.agreement if item.statement else None for item in self.inputs}
+        if set(hashes.values()) == {None}:
+            return self._experts()
         if len(set(hashes.values())) == 1:
             return ()
         found = [f"{name} was trained under no agreement" for name, value in hashes.items() if not value]
@@ -83,6 +90,13 @@ class Plan:
             if value and name not in known
         ]
         return (*found, *unknown, *agreements.differences(known))
+
+    def _experts(self) -> tuple[str, ...]:
+        blocks = {item.tasks: _expert_blocks(item.statement) for item in self.inputs if item.statement}
+        if len(set(blocks.values())) < 2:
+            return ()
+        said = (f"{', '.join(map(str, each)) or 'none'} ({name})" for name, each in blocks.items())
+        return (f"blocks whose experts were trained: {', '.join(said)}",)
 
     def rule(self) -> Rule:
         """Look at the whole models, as often as the operator needs to."""
@@ -303,3 +317,16 @@ def _match(inputs: Sequence[Input], paths: Sequence[Path]) -> list[StatisticsFil
             raise MergeError(f"{item.path} is an adapter; statistics are of a whole model's folder")
         models[tensors_hash(item.weights.checkpoint, item.weights.stored)] = item.tasks
     return match_statistics([StatisticsFile(Path(path), covered) for path in paths], models)
+
+
+def _expert_blocks(statement: Statement) -> tuple[int, ...]:
+    """Numbers of the blocks whose experts a model's streams of owners trained, as its statement says."""
+    names = [
+        name
+        for spending in statement.spendings
+        if spending.schedule
+        for stream in spending.schedule.streams
+        if stream.ownership == "owner"
+        for name in stream.parameters
+    ]
+    return tuple(sorted({int(number) for name in names for number in _BLOCK.findall(name)[:1]}))

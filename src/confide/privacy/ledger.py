@@ -88,7 +88,7 @@ class Ledger:
         with _explained(name):
             if place.get_backend_name() == "sqlite" and not (place.database or "").startswith("file:"):
                 if not start and not Path(place.database or "").exists():
-                    raise PrivacyError(f"the ledger {name} isn't there")
+                    raise PrivacyError(f"the ledger {name} isn't there; name the one that was charged")
                 _start_file(place, name)
             ledger = cls(_engine(place), name)
             ledger._check_schema()
@@ -310,6 +310,7 @@ def _explained(name: str) -> Iterator[None]:
     except DBAPIError as error:
         said = str(error.orig).strip().splitlines()
         reason = said[0] if said else type(error).__name__
-        raise PrivacyError(f"the ledger {name} can't be used: {reason}") from None
+        advice = "; restore it from a copy" if "malformed" in reason or "not a database" in reason else ""
+        raise PrivacyError(f"the ledger {name} can't be used: {reason}{advice}") from None
     except (SQLAlchemyError, OSError) as error:
         raise PrivacyError(f"the ledger {name} can't be used: {error}") from None

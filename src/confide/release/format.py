@@ -159,7 +159,8 @@ class ReleaseInfo(BaseModel):
         """
         if len(self.heads) == 1:
             return self.heads[0]
-        raise ReleaseError(f"this release has several heads, {[h.task for h in self.heads]}; name the task")
+        names = ", ".join(head.task for head in self.heads)
+        raise ReleaseError(f"this release has several heads ({names}); name the task, with --task")
 
 
 def head_config(head: Head) -> dict[str, Any]:

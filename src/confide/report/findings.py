@@ -146,7 +146,7 @@ def _certainty(seeds: int) -> str:
     if seeds == 1:
         return (
             "All numbers come from one seed, and another one, with its own noise, can move them by points: "
-            "run several `seeds` before ranking what is close."
+            "run several seeds before ranking what is close."
         )
     return (
         f"± is the sample standard deviation over {seeds} seeds; a difference that isn't larger than it is "

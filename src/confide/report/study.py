@@ -150,7 +150,7 @@ class PrivateRun:
     """What one run of `raptor` showed of training records, without noise: for whoever holds them alone.
 
     Attributes:
-        clipped: by stream, the mean over steps of the share of units whose gradient was longer than C; a
+        clipped: by stream, the mean over steps of the share of units whose gradient was cut to C; a
             stream that clips nothing is left out.
         diagnostics: None unless the settings ask.
     """
