@@ -26,11 +26,12 @@ from confide.choices import (
     Trained,
     Variant,
 )
-from confide.cli.keys import Key, signed, signing_key
+from confide.cli.keys import Key, signing_key
 from confide.cli.output import print_json, spelled
 from confide.cli.plan import foreseen_charge, print_plan
 from confide.cli.progress import progress_bars
 from confide.cli.train_options import read_options, stored
+from confide.cli.trained import NOTE, show, show_finished, summary_of
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -39,14 +40,8 @@ if TYPE_CHECKING:
     from confide.finetune.checkpoint import Unfinished
     from confide.finetune.folder import RunFolder
     from confide.finetune.settings import Settings
-    from confide.finetune.tuned import FineTuned
-    from confide.models.adapters import Adapted
     from confide.privacy.ledger import Ledger
-    from confide.privacy.statement import Statement
-    from confide.release.format import Metric
     from confide.tasks.records import TaskData
-
-_NOTE = "The score comes from test records without noise: it is for you, and no part of the release."
 
 
 def train(
@@ -286,7 +281,7 @@ def _go_on(path: Path, *, json: bool) -> None:
     if folder.whole:
         folder.finish()
     if folder.out.exists() and not folder.side.exists():
-        _show_finished(folder.out, json=json)
+        show_finished(folder.out, json=json)
         return
     if folder.out.exists():
         raise ResumeError(f"{folder.out} exists beside {folder.side}; move one of them away")
@@ -339,8 +334,8 @@ def _train(
             )
             scores = result.scores()
         result.keep_private(folder.side / "private")
-        summary = _summary(result, folder.out, scores, signs)
-        write_json(folder.side / "report" / "results.json", {**summary, "note": _NOTE})
+        summary = summary_of(result, folder.out, scores, signs)
+        write_json(folder.side / "report" / "results.json", {**summary, "note": NOTE})
         # The last: where it is, nothing is missing.
         statement = result.release(folder.side / "release", key=signs)
         folder.finish()
@@ -355,76 +350,6 @@ def _train(
     if json:
         print_json(summary)
     else:
-        _show(result, statement, summary, scores)
+        show(result, statement, summary, scores)
         if ledger:
             print(f"Charged to {statement.spendings[0].dataset} in the ledger {ledger.name}.")
-
-
-def _summary(
-    result: FineTuned, out: Path, scores: Mapping[Metric, float], signs: Ed25519PrivateKey | None
-) -> dict[str, Any]:
-    from confide.privacy.signature import public_text
-
-    statement = result.statement
-    return {
-        "release": str(out / "release"),
-        "dataset": statement.spendings[0].dataset,
-        "method": result.settings.method,
-        **({"expert_blocks": blocks} if (blocks := _expert_blocks(result.adapted)) else {}),
-        "epsilon": statement.claim.epsilon if statement.claim else None,
-        "delta": statement.claim.delta if statement.claim else None,
-        "no_claim": statement.no_claim,
-        "signed_by": public_text(signs) if signs else None,
-        "metric": result.prepared.task.metric,
-        "score": scores[result.prepared.task.metric],
-        **({"scores": scores} if len(scores) > 1 else {}),
-        "score_is_private": False,
-        "published": [number.model_dump() for number in statement.published],
-    }
-
-
-def _expert_blocks(adapted: Adapted) -> list[int]:
-    return [layer.number for layer in adapted.experts]
-
-
-def _show(
-    result: FineTuned, statement: Statement, summary: dict[str, Any], scores: Mapping[Metric, float]
-) -> None:
-    from confide.privacy.calibration import delta_warning
-    from confide.privacy.words import describe
-    from confide.release.names import CLASSES, model_type
-    from confide.tasks.metrics import in_words
-
-    for line in describe(result.statement):
-        print(line)
-    claim = result.statement.claim
-    if claim and (warning := delta_warning(claim.delta, result.statement.spendings[0].units)):
-        print(f"Warning: {warning}.")
-    print(signed(statement))
-    if blocks := _expert_blocks(result.adapted):
-        print(f"Experts of block{'s' if len(blocks) > 1 else ''} {', '.join(map(str, blocks))} were trained.")
-    task = result.prepared.task
-    said = ", ".join(in_words(metric, score) for metric, score in scores.items())
-    print(
-        f"On {len(task.test)} test records: {said}. "
-        f"{'This number is' if len(scores) == 1 else 'These numbers are'} not noised: "
-        f"{'it is' if len(scores) == 1 else 'they are'} for you, and no part of the release."
-    )
-    objective = result.adapted.classifier.problem.objective
-    does = {None: " labels new rows", "masked": None}.get(objective, " goes on from new texts")
-    module = CLASSES.get(model_type(Path(summary["release"])))
-    print(
-        f"Release in {summary['release']}; it loads with transformers"
-        f"{f', after `import {module}`' if module else ''}"
-        f"{f', and `confide predict`{does}' if does else ''}."
-    )
-
-
-def _show_finished(out: Path, *, json: bool) -> None:
-    import json as parser
-
-    if json:
-        summary = parser.loads((out / "report" / "results.json").read_text(encoding="utf-8"))
-        print_json({name: value for name, value in summary.items() if name != "note"})
-    else:
-        print(f"{out} is finished. Release in {out / 'release'}")
