@@ -18,6 +18,7 @@ import numpy as np
 
 from confide import files
 from confide.errors import ConfideError, ConfigError, ModelError
+from confide.experiment.claims import claims_of, largest_of
 from confide.experiment.finished import Desk, Finished, desk, is_unfinished
 from confide.experiment.merges import (
     merge_models,
@@ -40,9 +41,8 @@ from confide.finetune.tuned import FineTuned
 from confide.finetune.upcycled import Upcycled
 from confide.geometry.drift import folder_drift
 from confide.models.backbones import load_classifier
-from confide.privacy.composition import check, compose, per_dataset
+from confide.privacy.composition import check
 from confide.privacy.statement import Claim, Statement
-from confide.privacy.words import round_up
 from confide.release.tensors import Checkpoint
 from confide.release.write import verify
 from confide.report.findings import findings
@@ -163,7 +163,7 @@ def _run(
         prepared[task.name].forget("train")
     progress("models trained", len(tasks) * len(runs), len(tasks) * len(runs))
     rows = [
-        _row(method, INDIVIDUAL, seed, seen.scores[method, seed], _largest(seen.statements[method, seed]))
+        _row(method, INDIVIDUAL, seed, seen.scores[method, seed], largest_of(seen.statements[method, seed]))
         for method, seed in runs
     ]
     merges = [(m, s, operator) for m, s in runs if m != PRETRAINED for operator in plan.merges_of(m)]
@@ -178,7 +178,7 @@ def _run(
         tasks=tuple(_task_facts(task) for task in tasks),
         rows=tuple(rows),
         methods=tuple(seen.facts.values()),
-        claims=_claims(plan, seen),
+        claims=claims_of(plan, seen.statements),
         findings=(*(mixture_findings(rows, mixture) if mixture else ()), *findings(rows)),
         settings={m: _public(plan.settings_of(m, plan.seeds[0])) for m in _methods(plan)},
         versions={
@@ -358,52 +358,6 @@ def _row(method: str, operator: str, seed: int, scores: dict[str, float], claim:
     average = float(np.mean(list(scores.values())))
     epsilon, delta = (claim.epsilon, claim.delta) if claim else (None, None)
     return Row(method, operator, seed, dict(scores), average, epsilon, delta)
-
-
-def _largest(statements: list[Statement]) -> Claim | None:
-    """What holds for each of several task models; None if one of them claims nothing."""
-    claims = [statement.claim for statement in statements if statement.claim is not None]
-    if len(claims) < len(statements):
-        return None
-    worst = max(claims, key=lambda claim: claim.epsilon)
-    return worst.model_copy(update={"delta": max(claim.delta for claim in claims)})
-
-
-def _claims(plan: Plan, seen: _Seen) -> tuple[str, ...]:
-    largest = {key: _largest(statements) for key, statements in seen.statements.items()}
-    claims = {key: claim for key, claim in largest.items() if claim is not None}
-    if not claims:
-        return ("No method of this study is private, so nothing is claimed.",)
-    methods = ", ".join(dict.fromkeys(method for method, _ in claims))
-    epsilon = round_up(max(claim.epsilon for claim in claims.values()))
-    delta = round_up(max(claim.delta for claim in claims.values()), 3)
-    lines = [
-        f"Every model of {methods} is (ε, δ)-differentially private for adding or removing any one unit of "
-        f"its task's training data, with ε at most {epsilon} and δ at most {delta}. The statement in each "
-        "release says what a unit is, and holds the events from which anybody can recompute this.",
-    ]
-    if plan.merges:
-        lines.append(
-            "A merge costs each unit what its own task's model cost: the tasks are declared to share no "
-            "record, and this run found no text of one in another."
-            if plan.disjoint
-            else "The tasks are not declared disjoint, so a merge costs the sum of its models' losses."
-        )
-    together = compose(
-        [statement for key in claims for statement in seen.statements[key]],
-        disjoint=plan.disjoint is not None,
-        base=seen.statements[next(iter(claims))][0].base,
-        weights={},
-    )
-    costs = per_dataset(together)
-    if len(claims) > 1 and costs:
-        most = max(costs.values(), key=lambda claim: claim.epsilon)
-        spent = f"{round_up(most.epsilon)} at δ = {round_up(most.delta, 3)}"
-        lines.append(
-            f"The claim is for one model of a task. Whoever publishes all {len(claims)} private ones of a "
-            f"task spends up to ε = {spent} on its records."
-        )
-    return tuple(lines)
 
 
 def _task_facts(task: TaskData) -> TaskFacts:
