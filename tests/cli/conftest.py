@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ from typing import Any
 import pytest
 
 from confide.cli.main import main
+from confide.finetune import loop
 
 WriteCsv = Callable[..., Path]
+Interrupted = Callable[[int], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -80,3 +83,24 @@ def train(confide: Callable[..., Answer], tiny_base: Path, tmp_path: Path) -> Ca
 def listing(folder: Path) -> set[str]:
     """Everything below a folder, hidden files too."""
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
+
+
+@pytest.fixture
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> Interrupted:
+    """Within the block, Ctrl-C comes when noise is about to be drawn for the n-th time."""
+
+    @contextmanager
+    def at(number: int) -> Iterator[None]:
+        plain, calls = loop.add_noise, []
+
+        def noise(*arguments: Any) -> Any:
+            calls.append(1)
+            if len(calls) == number:
+                raise KeyboardInterrupt
+            return plain(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(loop, "add_noise", noise)
+            yield
+
+    return at

@@ -9,30 +9,18 @@ from typing import Any
 
 import pytest
 
-from confide.finetune import loop
 from confide.gradients import losses
 from confide.privacy.ledger import Ledger
 
-from .conftest import Answer, listing
+from .conftest import Answer, Interrupted, listing
 
 Confide = Callable[..., Answer]
 
 
 @pytest.fixture
-def stopped(
-    train: Callable[..., Answer], reviews: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Path:
+def stopped(train: Callable[..., Answer], reviews: Path, tmp_path: Path, interrupted: Interrupted) -> Path:
     """A run that Ctrl-C stopped in its second step, with a checkpoint of the first."""
-    plain, calls = loop.add_noise, []
-
-    def noise(*arguments: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return plain(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "add_noise", noise)
+    with interrupted(4):
         assert train(reviews, "--checkpoint-every", 0, "--steps", 3).code == 130
     return tmp_path / "run"
 

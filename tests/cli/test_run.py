@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from confide.finetune import loop
 from confide.privacy.ledger import Ledger
 
-from .conftest import Answer, WriteCsv, listing
+from .conftest import Answer, Interrupted, WriteCsv, listing
 
 Confide = Callable[..., Answer]
 
@@ -228,20 +227,11 @@ def test_a_study_makes_its_mixture_and_says_what_it_did(
 
 
 def test_a_study_is_given_up(
-    confide: Confide, study: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    confide: Confide, study: Callable[..., Path], tmp_path: Path, interrupted: Interrupted
 ) -> None:
     """Its broken-off run is settled and loses its keys; what is finished stays, the rest can begin anew."""
-    plain, calls, out = loop.add_noise, [], tmp_path / "out"
-
-    def noise(*arguments: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 4:  # the second of two steps on the second task
-            raise KeyboardInterrupt
-        return plain(*arguments)
-
-    file = study(methods={"dp-adamw": {}})
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "add_noise", noise)
+    file, out = study(methods={"dp-adamw": {}}), tmp_path / "out"
+    with interrupted(4):  # the second of two steps on the second task
         assert confide("run", file, "--out", out).code == 130
     assert list((out / "private").rglob("run.json"))
     assert "--yes gives it up" in confide("purge", out, "--json").message()
@@ -260,19 +250,15 @@ def test_a_study_is_given_up(
 
 
 def test_all_of_a_study_is_given_up(
-    confide: Confide, study: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    confide: Confide,
+    study: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    interrupted: Interrupted,
 ) -> None:
     """A run that can't be opened doesn't keep the keys of another, nor does a ledger that is away."""
-    plain, calls, out = loop.add_noise, [], tmp_path / "out"
-
-    def noise(*arguments: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return plain(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "add_noise", noise)
+    out = tmp_path / "out"
+    with interrupted(2):
         assert confide("run", study(methods={"dp-adamw": {}}), "--out", out).code == 130
     strange = out / "private" / "unfinished" / "a-method" / "seed-0" / "films"
     strange.mkdir(parents=True)

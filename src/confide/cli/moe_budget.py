@@ -184,9 +184,7 @@ def _public(
         for name, kind, harm in (("shared", found.shared, shared), ("experts", found.own, own))
     ]
     print_table(_title(found.layer), ("stream", "λ", "per σ²"), cells)
-    for sentence in result["warnings"]:
-        print(f"Warning: {sentence}")
-    _print_shares(result)
+    _print_advice(result)
 
 
 def _private(
@@ -229,9 +227,7 @@ def _private(
         for name, kind, harm in zip(("shared", "experts"), (found.shared, found.own), harms, strict=True)
     ]
     print_table(_title(found.layer), ("stream", "λ, noisy", "its noise", "R", "per σ²"), cells)
-    for sentence in result["warnings"]:
-        print(f"Warning: {sentence}")
-    _print_shares(result)
+    _print_advice(result)
     for sentence in _spent(found, result["spent"]):
         print(sentence)
 
@@ -280,7 +276,10 @@ def _unclear(what: str, kind: NoisySensitivity) -> list[str]:
     ]
 
 
-def _print_shares(result: Mapping[str, Any]) -> None:
+def _print_advice(result: Mapping[str, Any]) -> None:
+    """What to beware of, and the shares that follow."""
+    for sentence in result["warnings"]:
+        print(f"Warning: {sentence}")
     if result["shared_share"] is None:
         print("No share follows: noise on a stream that costs nothing, or less, can't be weighed.")
         return
